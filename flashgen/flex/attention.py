@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ from flashgen.op.conversion import as_number, head_dim_argument
 from flashgen.op.op import AttentionOp
 
 Mask = BlockMask | torch_flex.BlockMask
+_Mods = tuple[Mod | None, Mod | None]
+_Rows = tuple[Tensor, Tensor, Tensor]
 _FEW = 16  # columns of values where o is not asked for
 
 
@@ -64,67 +66,74 @@ def flex_attention(
 
     Under ``torch.compile`` the call is a graph break; for whole graphs take the op of ``from_mods``.
     """
-    call = _outside if torch.compiler.is_dynamo_compiling() else _attend
-    options = (scale, enable_gqa, return_lse, kernel_options, return_aux, deterministic, backend)
-    return call(query, key, value, score_mod, block_mask, *options)  # whole graphs: the op of flashgen.flex.from_mods
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Mod | None,
-    block_mask: Mask | None,
-    scale: float | None,
-    enable_gqa: bool,
-    return_lse: bool,
-    kernel_options: Mapping[str, Any] | None,
-    return_aux: AuxRequest | None,
-    deterministic: bool | None,
-    backend: str | None,
-) -> Any:
-    _check_tensors(query, key, value, enable_gqa)
+    if torch.compiler.is_dynamo_compiling():
+        by_name: Any = {"return_aux": return_aux, "deterministic": deterministic, "backend": backend}
+        return _outside(
+            query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, **by_name
+        )
+    _check_tensors(query, key, value)
     if kernel_options is not None:
         check_options(kernel_options)
     if return_aux is not None:
         check_aux(return_aux, return_lse)
     if key.dtype is not query.dtype or value.dtype is not query.dtype:
         key, value = _as_wide(key, query), _as_wide(value, query)
-    mask_mod, key, value = _mask_mod(block_mask, query, key, value)
+    if scale is not None and scale == 1 / math.sqrt(query.shape[3]):
+        scale = None
+    mask_mod, meant_for = _mask_mod(block_mask)
     bound = bind(score_mod, mask_mod, query.device)
-    scaled = scale is not None and scale != 1 / math.sqrt(query.shape[3])
-
-    def run(values: Tensor, wants_lse: bool, maxima: bool = False) -> Any:
-        rows = (query, key, values)
-        found, wanted = _known(bound, (score_mod, mask_mod), rows, scaled, maxima, backend)
-        captured = dict(zip(found.names, arguments(bound, wanted), strict=True))
-        if scaled:
-            captured[SCALE] = scale
-        return _called(found, bound, rows, captured, wants_lse, deterministic)
-
-    wants_lse = return_lse or (return_aux is not None and return_aux.lse)
-    result = run(value, wants_lse)
+    # For as long as the mods do not change, what is found hangs on this alone, and so do the checks on the way.
+    call = (query.shape, key.shape, value.shape, meant_for, enable_gqa, scale is None, backend)
+    found = bound.calls.get(call)
+    if found is None:
+        _check_fit(block_mask if mask_mod is not None else None, query, key, enable_gqa)
+        found = _found(bound, call, (score_mod, mask_mod), (query, key, value), scale is not None, backend)
+    if found.spreads:
+        key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
+    wants_lse = return_lse if return_aux is None else return_aux.lse
+    result = _called(found, bound, (query, key, value), scale, wants_lse, deterministic)
     if return_aux is None:
         return result
     o, lse = result if wants_lse else (result, None)
     if not return_aux.max_scores:
         return o, AuxOutput(lse=lse)
-    few = min(_FEW, value.shape[3])
+    rows, of_maxima = (query, key, value[..., :_FEW]), (*call, "maxima")
+    found = bound.calls.get(of_maxima) or _found(
+        bound, of_maxima, (score_mod, mask_mod), rows, scale is not None, backend, maxima=True
+    )
     with torch.no_grad():
-        _, top = run(value[..., :few], True, maxima=True)
+        _, top = _called(found, bound, rows, scale, True, deterministic)
     return o, AuxOutput(lse=lse, max_scores=top / FACTOR)
 
 
+# Dynamo would trace the tracing of mods, and what it compiles of that holds for one mod. It is disabled as by
+# torch.compiler.disable, which would import Dynamo here and not when it is called.
+_outside: Any = _disable_dynamo(flex_attention)
+
+
+class _Found(NamedTuple):
+    """The op of calls, which captured values want a gradient, and whether one entry of keys and values is all's."""
+
+    compiled: Compiled
+    wanted: tuple[bool, ...]
+    spreads: bool
+
+
 def _called(
-    found: Compiled, bound: Bound, rows: Sequence[Tensor], captured: dict[str, Any], wants_lse: bool, deterministic: Any
+    found: _Found, bound: Bound, rows: _Rows, scale: float | None, wants_lse: bool, deterministic: bool | None
 ) -> Any:
-    op: Any = found.op
+    made, captured = found.compiled, {}
+    if made.names:
+        captured = dict(zip(made.names, arguments(bound, found.wanted), strict=True))
+    if scale is not None:
+        captured[SCALE] = scale
+    op: Any = made.op
     try:
         return op(*rows, return_lse=wants_lse, deterministic=deterministic, **captured)
     except (TypeError, ValueError) as error:
         if type(error) not in (TypeError, ValueError):
             raise
-        names = ((*found.names, SCALE), (*bound.trace.names, "scale"))
+        names = ((*made.names, SCALE), (*bound.trace.names, "scale"))
         raise type(error)(_in_the_users_names(str(error), *names)) from error
 
 
@@ -133,44 +142,25 @@ def _as_wide(x: Tensor, query: Tensor) -> Tensor:
     return x.to(query.dtype) if x.is_floating_point() and x.itemsize == 1 < query.itemsize else x
 
 
-_Rows = tuple[Tensor, Tensor, Tensor]
-_Found = tuple[Compiled, tuple[bool, ...]]  # an op, and which captured values want a gradient
-
-
-def _known(
-    bound: Bound, mods: tuple[Mod | None, Mod | None], rows: _Rows, scaled: bool, maxima: bool, backend: str | None
-) -> _Found:
-    """What ``_found`` finds, remembered by shapes for as long as the mods do not change."""
-    if rows[0].is_nested or rows[1].is_nested:
-        return _found(bound, mods, rows, scaled, maxima, backend)
-    call = (*[x.shape for x in rows], scaled, maxima, backend)
-    known: _Found | None = bound.calls.get(call)
-    if known is None:
-        known = _found(bound, mods, rows, scaled, maxima, backend)
-        keep(bound, call, known)
-    return known
-
-
 def _found(
-    bound: Bound, mods: tuple[Mod | None, Mod | None], rows: _Rows, scaled: bool, maxima: bool, backend: str | None
+    bound: Bound, call: Hashable, mods: _Mods, rows: _Rows, scaled: bool, backend: str | None, *, maxima: bool = False
 ) -> _Found:
-    """The op of a call, and which captured values want a gradient; raises ``SpecError``."""
+    """What a call needs, remembered but for nested tensors, whose shapes do not tell lengths; raises ``SpecError``."""
     query, key, value = rows
     batch, heads, q_len, width = query.shape
     sizes = {"B": batch, "H": heads, "Hkv": key.shape[1], "Nq": q_len, "Nk": key.shape[2]}
-    longest = sizes
-    if query.is_nested or key.is_nested:
+    longest, is_nested = sizes, query.is_nested or key.is_nested
+    if is_nested:
         longest = {**sizes, "Nq": _most_rows(query), "Nk": _most_rows(key)}
         sizes |= {"Nq": _NO_LENGTH, "Nk": _NO_LENGTH}
     overflow.check(bound, longest, mods)
     ops = family(bound.trace.traced, _head_dim(width, value.shape[3]), scaled, backend, maxima=maxima)
     wanted = wanted_gradients(bound)
-    return ops.find(sizes, tuple([x.shape for x in bound.tensors]), wanted), wanted
-
-
-# Dynamo would trace the tracing of mods, and what it compiles of that holds for one mod. It is disabled as by
-# torch.compiler.disable, which would import Dynamo here and not when it is called.
-_outside: Any = _disable_dynamo(_attend)
+    made = ops.find(sizes, tuple([x.shape for x in bound.tensors]), wanted)
+    found = _Found(made, wanted, key.shape[0] == 1 < batch and value.shape[0] == 1)
+    if not is_nested:
+        keep(bound, call, found)
+    return found
 
 
 # Sequences of a nested tensor have lengths of their own: no captured tensor grows with them.
@@ -191,52 +181,56 @@ def _in_the_users_names(message: str, plain: Sequence[str], names: Sequence[str]
     return re.sub(rf"\b([tp]\d+|{SCALE})\b", lambda found: known.get(found[0], found[0]), message)
 
 
-def _check_tensors(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+def _check_tensors(query: Any, key: Any, value: Any) -> None:
+    are_tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
+    if are_tensors and query.dim() == key.dim() == value.dim() == 4:
+        return
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
         if x.dim() != 4:
             raise ValueError(f"'{name}' has shape {list(x.shape)}; [batch, heads, length, head dimension] is expected")
+
+
+def _mask_mod(mask: object) -> tuple[Mod | None, Hashable]:
+    """The mask_mod of a mask, and what else of it says which tensors it fits."""
+    if mask is None:
+        return None, None
+    if isinstance(mask, BlockMask):
+        return mask.mask_mod, (mask.shape, mask.BLOCK_SIZE, mask.is_nested)
+    if isinstance(mask, torch_flex.BlockMask):
+        return mod_of(mask), (mask.shape, tuple(mask.seq_lengths), tuple(mask.BLOCK_SIZE))
+    hint = "; a mask_mod becomes one by create_block_mask" if callable(mask) else ""
+    raise TypeError(f"'block_mask' must be a BlockMask, not {type(mask).__name__}{hint}")
+
+
+def _check_fit(mask: Mask | None, query: Tensor, key: Tensor, enable_gqa: bool) -> None:
+    """Raise ``ValueError`` for heads that differ unasked, and where a mask is for other tensors."""
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
             f"'query' has {query.shape[1]} heads and 'key' has {key.shape[1]}; pass enable_gqa=True for grouped queries"
         )
-
-
-def _mask_mod(mask: object, query: Tensor, key: Tensor, value: Tensor) -> tuple[Mod | None, Tensor, Tensor]:
-    """The mask_mod of a mask that fits the tensors, and keys and values for every batch entry."""
-    batch = query.shape[0]
-    if key.shape[0] == 1 < batch and value.shape[0] == 1:
-        key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
     if mask is None:
-        return None, key, value
-    if not isinstance(mask, (BlockMask, torch_flex.BlockMask)):
-        hint = "; a mask_mod becomes one by create_block_mask" if callable(mask) else ""
-        raise TypeError(f"'block_mask' must be a BlockMask, not {type(mask).__name__}{hint}")
-    mod = mask.mask_mod if isinstance(mask, BlockMask) else mod_of(mask)
-    if mod is None:
-        return None, key, value
+        return
     is_nested = query.is_nested or key.is_nested
     if is_nested is not getattr(mask, "is_nested", False):
-        of_which = (
-            "tensors of one length, but 'query' or 'key' is nested"
+        raise ValueError(
+            "'block_mask' is for tensors of one length, but 'query' or 'key' is nested; use create_nested_block_mask"
             if is_nested
-            else "nested tensors, but 'query' is none"
+            else "'block_mask' is for nested tensors, but 'query' is none; use create_block_mask"
         )
-        make = "create_nested_block_mask" if is_nested else "create_block_mask"
-        raise ValueError(f"'block_mask' is for {of_which}; use {make}")
     if is_nested:
-        return mod, key, value
+        return
     lengths = (query.shape[2], key.shape[2])
     if tuple(mask.seq_lengths) != lengths and min(mask.BLOCK_SIZE) < 1 << 30:
         raise ValueError(
             f"'block_mask' is for {mask.seq_lengths[0]} queries and {mask.seq_lengths[1]} keys, but there are "
             f"{lengths[0]} and {lengths[1]}; create one for these lengths (it costs nothing)"
         )
-    for name, there, count in (("batch entries", mask.shape[0], batch), ("heads", mask.shape[1], query.shape[1])):
+    entries, heads = query.shape[:2]
+    for name, there, count in (("batch entries", mask.shape[0], entries), ("heads", mask.shape[1], heads)):
         if there not in (1, count):
             raise ValueError(f"'block_mask' is for {there} {name}, 'query' has {count}")
-    return mod, key, value
 
 
 # -- ops and specs -----------------------------------------------------------------------------------------------------

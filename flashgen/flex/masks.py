@@ -93,7 +93,7 @@ class BlockMask:
         """What the mask_mod says of a pair."""
         return self.mask_mod(b, h, q_idx, kv_idx)
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, int, int, int]:
         """Batch entries, heads, queries, keys; 1 where the mask is the same for all."""
         return (self.B or 1, self.H or 1, self.Q_LEN, self.KV_LEN)

@@ -50,25 +50,27 @@ class _Known(NamedTuple):
 
     mods: tuple[weakref.ref[Any] | None, ...]
     unchanged: Unchanged
-    trace: Trace
-    tensors: tuple[Any, ...]
-    params: tuple[Any, ...]
-    calls: dict[Hashable, Any]
+    bound: Bound
 
 
 def bind(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> Bound:
     """The trace of two mods and their captured values. Raises ``SpecError``."""
-    # A mod may ask whether there are gradients, which it may leave out, and what type numbers become.
-    settings = (device.type, torch.is_grad_enabled(), torch.get_default_dtype())
-    key = (id(score_mod), id(mask_mod), settings)
+    key = (id(score_mod), id(mask_mod), device, torch.is_grad_enabled(), torch.get_default_dtype())
     known = _KNOWN.get(key)
     if known is not None and known.unchanged.holds():
-        tensors: Any = tuple([held() for held in known.tensors])
-        params: Any = tuple([x() if type(x) is weakref.ref else x for x in known.params])
-        return Bound(known.trace, tensors, params, known.calls)
-    found = _look_up(score_mod, mask_mod, device, settings)
+        trace, tensors, params, calls = known.bound
+        return Bound(trace, _alive(tensors), _alive(params), calls) if tensors or params else known.bound
+    found = _look_up(score_mod, mask_mod, device)
     _know(key, score_mod, mask_mod, found)
     return found
+
+
+def _held(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([weakref.ref(x) if isinstance(x, Tensor) else x for x in values])
+
+
+def _alive(held: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple([x() if type(x) is weakref.ref else x for x in held])
 
 
 def _know(key: Hashable, score_mod: Mod | None, mask_mod: Mod | None, found: Bound) -> None:
@@ -84,10 +86,9 @@ def _know(key: Hashable, score_mod: Mod | None, mask_mod: Mod | None, found: Bou
         known.pop(key, None)
 
     mods = tuple(None if mod is None else weakref.ref(mod, forget) for mod in (score_mod, mask_mod))
-    held: list[Any] = [weakref.ref(x) if isinstance(x, Tensor) else x for x in (*found.tensors, *found.params)]
-    count = len(found.tensors)
     trace = replace(found.trace, tensors=(), params=(), mods=(None, None))
-    _KNOWN[key] = _Known(mods, unchanged, trace, tuple(held[:count]), tuple(held[count:]), found.calls)
+    held = Bound(trace, _held(found.tensors), _held(found.params), found.calls)
+    _KNOWN[key] = _Known(mods, unchanged, held)
 
 
 def keep(bound: Bound, call: Hashable, found: Any) -> None:
@@ -97,8 +98,10 @@ def keep(bound: Bound, call: Hashable, found: Any) -> None:
     bound.calls[call] = found
 
 
-def _look_up(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device, settings: Hashable) -> Bound:
+def _look_up(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> Bound:
     captured = Captured()
+    # A mod may ask whether there are gradients, which it may leave out, and what type numbers become.
+    settings = (device.type, torch.is_grad_enabled(), torch.get_default_dtype())
     signature = (captured.signature(score_mod), captured.signature(mask_mod), settings)
     if captured.cacheable:
         leaves = captured.leaves
@@ -213,11 +216,7 @@ def wanted_gradients(bound: Bound) -> tuple[bool, ...]:
 
 def arguments(bound: Bound, learned: Sequence[bool]) -> list[Any]:
     """Captured tensors, then params, as the op takes them."""
-    values: list[Any] = [_passed(readable(x), grad) for x, grad in zip(bound.tensors, learned, strict=False)]
-    for x, grad in zip(bound.params, learned[len(values) :], strict=True):
-        values.append(_passed(x.int() if x.dtype is torch.bool else x, grad) if isinstance(x, Tensor) else x)
-    return values
-
-
-def _passed(x: Tensor, grad: bool) -> Tensor:
-    return x if grad or not x.requires_grad else x.detach()
+    read: list[Any] = [readable(x) for x in bound.tensors]
+    read += [x.int() if isinstance(x, Tensor) and x.dtype is torch.bool else x for x in bound.params]
+    given = zip(read, learned, strict=True)
+    return [x.detach() if getattr(x, "requires_grad", False) and not learns else x for x, learns in given]

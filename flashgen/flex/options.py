@@ -64,7 +64,7 @@ def _tell(names: set[str]) -> None:
         warnings.warn(
             f"kernel_options: {', '.join(sorted(names))} steer kernels of FlexAttention and mean nothing to flashgen, "
             "whose own are tuned by 'flashgen tune'",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 

@@ -32,25 +32,22 @@ class Unchanged:
 
     def holds(self) -> bool:
         """Whether nothing has changed since."""
-        try:
-            return self._has_functions() and self._has_contents() and self._has_tensors()
-        except ValueError:  # a cell was emptied
-            return False
-
-    def _has_functions(self) -> bool:
         for held, code, defaults in self._functions.values():
             function = held()
             if function is None or function.__code__ is not code or function.__defaults__ is not defaults:
                 return False
             if function.__kwdefaults__ or function.__dict__:
                 return False
-        return True
-
-    def _has_contents(self) -> bool:
-        for cell, content in self._cells:
-            if cell.cell_contents is not content:
+        for there, name, content in self._globals:
+            if there.get(name, Empty) is not content:
                 return False
-        return all(there.get(name, Empty) is content for there, name, content in self._globals)
+        try:
+            for cell, content in self._cells:
+                if cell.cell_contents is not content:
+                    return False
+            return not self._tensors or self._has_tensors()
+        except ValueError:  # a cell was emptied
+            return False
 
     def _has_tensors(self) -> bool:
         for cell, held in self._tensor_cells:

@@ -38,16 +38,16 @@ def providers(
         case "reference":
             return {}
         case "emulator":
-            from flashgen.hosts.emulator_backend import EmulatorProvider
+            from flashgen.hosts.emulator_machine import emulator_provider
             from flashgen.targets.registry import GPUS
 
-            return {"cpu": EmulatorProvider(spec, GPUS[target])}
+            return {"cpu": emulator_provider(spec, GPUS[target])}
         case "cpu":
             return {"cpu": cpu_provider(spec, texts, package)}
     from flashgen.hosts import cuda
-    from flashgen.hosts.gpu_backend import CudaProvider
+    from flashgen.hosts.cuda_machine import cuda_provider
 
-    own: Providers = {"cuda": CudaProvider(spec, package)}
+    own: Providers = {"cuda": cuda_provider(spec, package)}
     if backend == "cuda":
         return own
     return {"cpu": cpu_provider(spec, texts, package, at_once=not cuda.is_there()), **own}

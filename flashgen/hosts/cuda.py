@@ -19,21 +19,12 @@ import torch
 
 from flashgen.hosts import driver_maps
 from flashgen.hosts.counters import CounterPool, Counters, lasting
-from flashgen.hosts.kernel import ArgumentLayout, Kernel, Native, Prepared, Step, Values, no_other
-from flashgen.hosts.lists import ListCache, SharedLists
-from flashgen.hosts.schedule import (
-    ROW_ALIGNMENT,
-    Compiled,
-    DeviceSize,
-    Part,
-    is_readable,
-    schedule,
-    stored_whole,
-    storing,
-)
+from flashgen.hosts.gpu_kernel import GpuKernel
+from flashgen.hosts.kernel import Native, Prepared, Step, Values
+from flashgen.hosts.lists import SharedLists
+from flashgen.hosts.schedule import DeviceSize, Part
 from flashgen.hosts.tensor_maps import LaunchMaps, TensorMap, map_field, tensor_map
-from flashgen.ir.spec import HeadDim
-from flashgen.kinds.kind import Kind, PassName
+from flashgen.kinds.kind import PassName
 from flashgen.kinds.operand import Operand
 
 # Without asking for it a block gets this much shared memory; more is granted up to the device's limit.
@@ -109,34 +100,14 @@ _Parameters = ctypes.c_char_p * 2
 
 
 @dataclass(frozen=True)
-class CudaKernel:
-    """One head dimension on one device. ``compiled`` gives the cubin of a pass, for values of fields by name."""
+class CudaKernel(GpuKernel[Written]):
+    """One head dimension on one GPU. What ``find`` gives is held by a cubin."""
 
-    layout: ArgumentLayout
-    head_dim: HeadDim
-    driver: Driver
-    compiled: Callable[[PassName, Mapping[str, float]], Compiled[Path]]
-    list_cache: ListCache[Written] = field(default_factory=ListCache)
-    row_alignment: int = ROW_ALIGNMENT
-    other: Callable[[Kind], Kernel | None] = no_other
-    stores: bool = True
-    elements: tuple[int, ...] = (0, 1, 2)
-    moves: bool = False
-    reads = staticmethod(is_readable)
-
-    def of(self, kind: Kind) -> Kernel | None:
-        return self.other(kind)
-
-    def stored_whole(self, settled: Values) -> frozenset[str]:
-        values = storing(self.layout, settled)
-        kernels = self.compiled("backward", self.layout.named(values))
-        launches = kernels.launches("backward", self.layout.named(values))
-        return stored_whole(launches, self.layout, self.head_dim, values, self.driver.size)
+    driver: Driver = field(kw_only=True)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
-        kernels = self.compiled(name, self.layout.named(values))
-        launches = kernels.launches(name, self.layout.named(values))
-        found = schedule(launches, self.layout, self.head_dim, values, self.driver.size, eager=self.list_cache.eager)
+        kernels, found = self.scheduled(name, values)
+        operands = kernels.launches.operands
         function = functools.partial(self.driver.function, kernels.binary)
 
         def launch(step: Step) -> _Launch:
@@ -145,7 +116,7 @@ class CudaKernel:
         parts = [
             (
                 part,
-                [(launch(step), self._maps(step, part.values(values), launches.operands)) for step in part.steps],
+                [(launch(step), self._maps(step, part.values(values), operands)) for step in part.steps],
                 [(each, [launch(step) for step in each.steps]) for each in part.lists],
             )
             for part in found.parts

@@ -12,30 +12,21 @@ import contextlib
 import contextvars
 import ctypes
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from flashgen.analysis.variant import Variant
 from flashgen.hosts.emulator import DeviceMemory, EmulatorError, FaultKind, Program, Report
 from flashgen.hosts.extents import extents
-from flashgen.hosts.kernel import ArgumentLayout, Kernel, Prepared, Step, Values, no_other
+from flashgen.hosts.gpu_kernel import GpuKernel
+from flashgen.hosts.kernel import Prepared, Step, Values
 from flashgen.hosts.lists import ListCache, SharedLists
-from flashgen.hosts.schedule import (
-    MOST_ELEMENTS,
-    ROW_ALIGNMENT,
-    Compiled,
-    DeviceSize,
-    Part,
-    is_readable,
-    schedule,
-    stored_whole,
-    storing,
-)
+from flashgen.hosts.schedule import Compiled, DeviceSize, Part
 from flashgen.hosts.tensor_maps import PARAMETER_ALIGNMENT, emulated, map_bytes, map_field, tensor_map
-from flashgen.ir.spec import HeadDim
 from flashgen.kinds.cached import PLACES, SPLITS
-from flashgen.kinds.kind import Kind, PassName
+from flashgen.kinds.kind import PassName
 from flashgen.kinds.operand import Operand
 from flashgen.kinds.ragged import STARTS
 from flashgen.plan.arguments import gradient_field, stored_field, table_field, tensor_field
@@ -60,7 +51,7 @@ class Counted:
     """What the emulator counted in one pass; the report is the sum over its launches.
 
     ``lists`` is what it took to make lists of visits that are kept, where this pass was the first to ask for them.
-    ``values`` are those of the call, with where the lists were that it read; ``launches`` what it was told to start.
+    ``values`` are those of the call, with where the lists were that it read; ``ran`` is what it ran.
     ``sequences`` are the values that are others for each sequence of a ragged batch.
     """
 
@@ -68,8 +59,18 @@ class Counted:
     values: Mapping[str, float]
     report: Report
     lists: Report
-    launches: PassLaunches
+    ran: Compiled[Program]
     sequences: tuple[Mapping[str, float], ...] = ()
+
+    @property
+    def launches(self) -> PassLaunches:
+        """What it was told to start."""
+        return self.ran.launches
+
+    @property
+    def variant(self) -> Variant:
+        """What the kernels compute."""
+        return self.ran.plan.recipe.variant
 
 
 def _is_whole(known: Mapping[str, int]) -> bool:
@@ -90,53 +91,26 @@ def recording() -> Iterator[list[Counted]]:
 
 
 @dataclass(frozen=True)
-class EmulatedKernel:
-    """One head dimension under the emulator. ``compiled`` gives the kernels of a pass, for values by name.
+class EmulatedKernel(GpuKernel[bytes]):
+    """One head dimension under the emulator. What ``find`` gives is held by a ``Program``."""
 
-    ``most`` bounds the elements that a launch indexes.
-    """
-
-    layout: ArgumentLayout
-    head_dim: HeadDim
-    compiled: Callable[[PassName, Mapping[str, float]], Compiled[Program]]
-    seed: int = 0
-    most: int = MOST_ELEMENTS
     size: DeviceSize = SIZE
-    row_alignment: int = ROW_ALIGNMENT
     list_cache: ListCache[bytes] = dataclasses.field(default_factory=partial(ListCache, eager=True))
-    other: Callable[[Kind], Kernel | None] = no_other
-    stores: bool = True
-    elements: tuple[int, ...] = (0, 1, 2)
-    moves: bool = False
-    reads = staticmethod(is_readable)
-
-    def of(self, kind: Kind) -> Kernel | None:
-        return self.other(kind)
-
-    def stored_whole(self, settled: Values) -> frozenset[str]:
-        values = storing(self.layout, settled)
-        kernels = self.compiled("backward", self.layout.named(values))
-        launches = kernels.launches("backward", self.layout.named(values))
-        return stored_whole(launches, self.layout, self.head_dim, values, self.size, self.most)
+    seed: int = 0
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
-        kernels = self.compiled(name, self.layout.named(values))
-        launches = kernels.launches(name, self.layout.named(values))
-        eager = self.list_cache.eager
-        found = schedule(launches, self.layout, self.head_dim, values, self.size, self.most, eager=eager)
+        kernels, found = self.scheduled(name, values)
         settled = tuple(values[self.layout.varying :])
-        return Prepared(0, lambda varying: self._run(name, kernels.binary, launches, found.parts, (*varying, *settled)))
+        return Prepared(0, lambda varying: self._run(name, kernels, found.parts, (*varying, *settled)))
 
-    def _run(
-        self, name: PassName, program: Program, launches: PassLaunches, parts: tuple[Part, ...], values: Values
-    ) -> None:
-        found = [self._run_part(name, program, launches, part, part.values(values)) for part in parts]
+    def _run(self, name: PassName, kernels: Compiled[Program], parts: tuple[Part, ...], values: Values) -> None:
+        found = [self._run_part(name, kernels.binary, kernels.launches, part, part.values(values)) for part in parts]
         records = _RECORDS.get()
         if records is not None:
             reports, made, places = zip(*found, strict=True)
             known = self.layout.named(values) | places[0]
             sequences = tuple(self._sequences(known))
-            records.append(Counted(name, known, Report.total(reports), Report.total(made), launches, sequences))
+            records.append(Counted(name, known, Report.total(reports), Report.total(made), kernels, sequences))
 
     def _sequences(self, known: Mapping[str, Any]) -> Iterator[Mapping[str, float]]:
         """What a ragged call is for each of its sequences, as its kernels find it."""

@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flashgen.analysis.variant import Variant
 from flashgen.hosts.asked import AskedCall
 from flashgen.hosts.explained import placed, with_prediction
 from flashgen.hosts.kernel import Step
+from flashgen.hosts.machine import Machine
 from flashgen.ir.types import ElementType
+from flashgen.kinds.kind import PassName
 from flashgen.plan.explanation import ExplainedKernel, ExplainedPass, Explanation
-from flashgen.plan.launches import PassLaunches
+from flashgen.plan.launches import PassLaunches, Splits
 from flashgen.plan.measured import PASSES
 from flashgen.plan.plan import Rejection
 from flashgen.targets.gpu.cache_bytes import bytes_of_caches
 from flashgen.targets.gpu.cost import pass_time
 from flashgen.targets.gpu.launches import backward_launches, forward_launches
-from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan, multiplying
 from flashgen.toolchains.nvrtc import Resources
 
@@ -30,18 +30,22 @@ _UNPREDICTED = "of a deterministic backward pass bytes and time are not predicte
 
 @dataclass(frozen=True)
 class GpuPass:
-    """One pass on a GPU, real or emulated: its plan, its launches, what the assembler said of its kernels."""
+    """One pass on a GPU, real or emulated: its plan, its launches, what the assembler said of its kernels.
+
+    ``reasons`` are those of its tiles; ``splits`` say in how many parts keys over a cache are.
+    """
 
     plan: GpuPlan
     steps: Sequence[Step]
     resources: Mapping[str, Resources]
     reasons: tuple[str, ...] = ()
+    splits: Splits | None = None
 
 
-def explain_gpu(
-    name: str, backend: str, device: str, variant: Variant, gpu: Gpu, asked: AskedCall, passes: Mapping[str, GpuPass]
-) -> Explanation:
+def explain_gpu(name: str, machine: Machine, asked: AskedCall, passes: Mapping[PassName, GpuPass]) -> Explanation:
     """The call on a GPU, or on one that is emulated."""
+    plan = next(iter(passes.values())).plan
+    variant = plan.recipe.variant
     own, found = placed(variant, asked), []
     reasons: dict[str, None] = {}
     rejected: dict[Rejection, None] = {}
@@ -50,7 +54,7 @@ def explain_gpu(
         tile = tiles.forward if each_name == "forward" else tiles.backward
         predicted = None
         if each_name == "forward" or not asked.values["deterministic"]:
-            predicted = pass_time(each.plan.recipe.with_keep(own.keep), tiles, gpu, asked.shape, each_name)
+            predicted = pass_time(each.plan.recipe.with_keep(own.keep), tiles, machine.gpu, asked.shape, each_name)
         made = _gpu_pass(each_name, tile, each)
         found.append(made if predicted is None else with_prediction(made, own, asked, predicted))
         reasons |= dict.fromkeys(_of_element(each.plan, asked.element, each_name))
@@ -58,11 +62,10 @@ def explain_gpu(
         rejected |= dict.fromkeys(_rejected(each.plan, asked.element, each_name))
     if asked.values["deterministic"]:
         reasons[_UNPREDICTED] = None
-    plan = next(iter(passes.values())).plan
     return Explanation(
         name=name,
-        backend=backend,
-        device=device,
+        backend=machine.backend,
+        device=machine.name,
         target=plan.target,
         head_dim=str(variant.head_dim),
         element=str(asked.element),
@@ -105,17 +108,12 @@ def _of_tangents(
     return replace(_gpu_pass(name, tile, GpuPass(plan, (), {})), kernels=kernels)
 
 
-def explain_cache(
-    name: str,
-    backend: str,
-    device: str,
-    variant: Variant,
-    gpu: Gpu,
-    asked: AskedCall,
-    forward: GpuPass,
-    found: Mapping[str, int],
-) -> Explanation:
+def explain_cache(name: str, machine: Machine, asked: AskedCall, forward: GpuPass) -> Explanation:
     """The same of a call over a cache that is full: it takes at least as long as its bytes."""
+    variant = forward.plan.recipe.variant
+    assert forward.splits is not None, "keys over a cache may be split"
+    known = {name: int(value) for name, value in asked.values.items()}
+    found = forward.splits.values(known, machine.size.multiprocessors)
     tiles, values = forward.plan.by_element[asked.element], {**asked.values, **found}
     q_len, room = int(values["q_len"]), int(values["kv_len"])
     own = {"batch": 1, "kv_start": 0, "q_start": max(room - q_len, 0), "q_total": max(room, q_len), "kv_total": room}
@@ -124,7 +122,7 @@ def explain_cache(
     made = replace(
         _gpu_pass("forward", tiles.forward, forward),
         hbm_bytes=moved,
-        seconds=moved / gpu.bandwidth,
+        seconds=moved / machine.gpu.bandwidth,
         limited_by="memory, if nothing else holds it up; a sequence that does not fill the cache takes less",
         at_most=True,
     )
@@ -133,8 +131,8 @@ def explain_cache(
     parts = several if found["merges"] else "keys in one part"
     return Explanation(
         name=name,
-        backend=backend,
-        device=device,
+        backend=machine.backend,
+        device=machine.name,
         target=forward.plan.target,
         head_dim=str(variant.head_dim),
         element=str(asked.element),

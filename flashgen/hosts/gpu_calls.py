@@ -1,13 +1,13 @@
 """What calls of kernels for GPUs start, and what they say of it, whether a GPU runs them or the emulator.
 
-In: a ``Variant``, a ``GpuPlan``, values of ``struct Arguments`` by name. Out: launches and steps, the variant for each
-kind of rows, the tiles over a cache. ``gpu_backend.py`` and ``emulator_backend.py`` stand on it.
+In: a ``GpuPlan``, values of ``struct Arguments`` by name. Out: launches, the variant for each kind of call, the tiles
+over a cache. ``gpu_provider.py`` stands on it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from flashgen.analysis.by_blocks import takes_blocks, with_listed_blocks
@@ -16,9 +16,8 @@ from flashgen.analysis.tangent import with_slopes, with_tangent
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.compiler.compiled import CompiledKernel, compiled
 from flashgen.hosts.asked import AskedCall
-from flashgen.hosts.explain_gpu import GpuPass, explain_jvp, explain_jvp_backward
-from flashgen.hosts.kernel import ELEMENTS, ArgumentLayout, Step
-from flashgen.hosts.schedule import DeviceSize, schedule
+from flashgen.hosts.explain_gpu import explain_jvp, explain_jvp_backward
+from flashgen.hosts.kernel import ELEMENTS
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.kinds.by_blocks import BY_BLOCKS
@@ -36,13 +35,12 @@ from flashgen.plan.plan import CallKind
 from flashgen.targets.gpu.architecture import UnsupportedGpu
 from flashgen.targets.gpu.by_rows import pins_of_rows
 from flashgen.targets.gpu.compile import GpuBinary
-from flashgen.targets.gpu.launches import LISTED, backward_launches, block_launches, cached_launches, forward_launches
+from flashgen.targets.gpu.launches import backward_launches, block_launches, cached_launches, forward_launches
 from flashgen.targets.gpu.layouts import fits_blocks
 from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, has_jvp, has_jvp_backward
 from flashgen.targets.gpu.tables import WIDEST_JVP
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan
-from flashgen.toolchains.nvrtc import Resources
 
 # What kernels of forward mode take.
 GPU_TANGENTS = f"{' and '.join(map(str, ELEMENTS_OF_JVP))}, head dimensions up to {WIDEST_JVP}"
@@ -83,33 +81,25 @@ def _has_blocks(spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget) -> bo
 
 
 def launches_of(
-    variant: Variant, plan: GpuPlan, symbol: str, element: ElementType
-) -> Callable[[PassName, Mapping[str, float]], PassLaunches]:
+    plan: GpuPlan, symbol: str, element: ElementType, name: PassName, values: Mapping[str, float]
+) -> PassLaunches:
     """The launches of a pass for values of ``struct Arguments`` by name."""
-    if variant.tangent is not None and not variant.kind.backward_only:
-        return lambda name, values: forward_launches(symbol, plan, element, dropped=bool(kind_of(name, values).dropped))
+    variant, calls = plan.recipe.variant, kind_of(name, values)
     if variant.listed is not None:
-        return lambda _name, _values: block_launches(symbol, plan, element)
+        return block_launches(symbol, plan, element)
     if variant.kind.cached:
-        return lambda _name, _values: cached_launches(symbol, plan, element)
-    gradients = [gradient_field(each.name) for each in variant.gradients]
-    summed = [stored_field(each.name) for each in summed_tensors(variant.spec)]
-
-    def find(name: PassName, values: Mapping[str, float]) -> PassLaunches:
-        kind = kind_of(name, values)
-        if name == "forward":
-            return forward_launches(symbol, plan, element, dropped=bool(kind.dropped))
-        return backward_launches(
-            symbol,
-            plan,
-            element,
-            dropped=bool(kind.dropped),
-            deterministic=bool(kind.repeatable),
-            captured=any(values[each] for each in gradients),
-            turns=any(values.get(each) for each in summed),
-        )
-
-    return find
+        return cached_launches(symbol, plan, element)
+    if name == "forward" or (variant.tangent is not None and not variant.kind.backward_only):
+        return forward_launches(symbol, plan, element, dropped=bool(calls.dropped))
+    return backward_launches(
+        symbol,
+        plan,
+        element,
+        dropped=bool(calls.dropped),
+        deterministic=bool(calls.repeatable),
+        captured=any(values[gradient_field(each.name)] for each in variant.gradients),
+        turns=any(values.get(stored_field(each.name)) for each in summed_tensors(variant.spec)),
+    )
 
 
 def kind_of(name: PassName, values: Mapping[str, float]) -> CallKind:
@@ -118,31 +108,6 @@ def kind_of(name: PassName, values: Mapping[str, float]) -> CallKind:
     moving = "".join(each for each in "qkv" if values.get(f"t_{each}"))
     is_forward_mode = name == "forward" and "t_q" in values
     return CallKind(values["dropout_threshold"] > 0, repeats, moving if is_forward_mode else None)
-
-
-def steps_of(
-    launches: PassLaunches, layout: ArgumentLayout, head_dim: HeadDim, asked: AskedCall, size: DeviceSize
-) -> Sequence[Step]:
-    """The launches of a call in their order; those of a divided call one part after another."""
-    found = schedule(launches, layout, head_dim, layout.values(asked.values), size)
-    return [step for part in found.parts for step in part.steps]
-
-
-def over_cache(
-    plan: GpuPlan,
-    symbol: str,
-    layout: ArgumentLayout,
-    asked: AskedCall,
-    size: DeviceSize,
-    resources: Mapping[str, Resources],
-) -> tuple[GpuPass, Mapping[str, int]]:
-    """The launches of a call over a cache, and in how many parts keys are, and how they are merged."""
-    launches = cached_launches(symbol, plan, asked.element)
-    assert launches.splits is not None, "keys over a cache may be split"
-    known = {name: int(value) for name, value in asked.values.items()}
-    found = launches.splits.values(known, size.multiprocessors)
-    steps = steps_of(launches, layout, asked.head_dim, asked, size)
-    return GpuPass(plan, steps, resources), found
 
 
 def with_jvp(
@@ -167,25 +132,18 @@ def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementTyp
     return pins_of_rows(kernel.plan, element, rows)
 
 
-def sized_as(spec: AttentionSpec, head_dim: HeadDim, kind: Kind) -> Variant | None:
-    """The variant that tiles are chosen for where a call's lengths choose them; None: they are the planner's own.
-
-    Parts and slices are dense calls but for what they write; what was measured of tiles is of these.
-    """
-    return kernel_variant(spec, head_dim) if kind.by_lengths else None
-
-
 def codes_of(plan: GpuPlan) -> tuple[int, ...]:
     """The codes of the element types that a plan has kernels for."""
     return tuple(ELEMENTS.index(each) for each in plan.by_element)
 
 
-def check_element(variant: Variant, plan: GpuPlan, element: ElementType, target: GpuTarget) -> None:
+def check_element(plan: GpuPlan, element: ElementType) -> None:
     """Raises ``UnsupportedGpu`` where a plan has no kernels of an element type."""
     if element not in plan.by_element:
+        variant = plan.recipe.variant
         raise UnsupportedGpu(
             f"'{variant.spec.name}' at head dimension {variant.head_dim} is not generated in {element} for "
-            f"{target.name}: no tile fits its shared memory"
+            f"{plan.target}: no tile fits its shared memory"
         )
 
 
@@ -197,13 +155,3 @@ def kind_of_call(kind: Kind, values: Mapping[str, float]) -> Kind:
 def is_f8(values: Mapping[str, float]) -> bool:
     """Whether a call is one whose q, k and v are of 8 bits, by the values of its arguments."""
     return values["element"] == F8_CODE
-
-
-def is_by_blocks(launches: PassLaunches) -> bool:
-    """Whether these are of a call by blocks of keys."""
-    return any(each.name == LISTED for each in launches.buffers)
-
-
-def is_cached(values: Mapping[str, float]) -> bool:
-    """Whether a call is one over a cache, by the values of its arguments."""
-    return "cache_lengths" in values

@@ -8,17 +8,17 @@ a sequence begins, and no call is divided. Nothing here imports torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from flashgen.hosts.kernel import ArgumentLayout, Step, Values
 from flashgen.hosts.lists import SharedLists, makes_lists
 from flashgen.ir.spec import HeadDim
-from flashgen.kinds.kind import PassName
 from flashgen.kinds.operand import Operand, Rows, span
 from flashgen.plan.arguments import stored_field
 from flashgen.plan.launches import Launch, PassLaunches, VisitLists, aligned
+from flashgen.targets.gpu.tiles import GpuPlan
 
 Binary = TypeVar("Binary")
 MOST_ELEMENTS = 2**31 - 1  # from a kernel's pointer to the last element that it reads
@@ -27,10 +27,12 @@ ROW_ALIGNMENT = 16  # of rows that are whole numbers of 16 bytes; others are rea
 
 @dataclass(frozen=True)
 class Compiled(Generic[Binary]):
-    """Kernels of an element type: what holds them, and the launches of a pass for values by their names."""
+    """What a pass of a call runs: what holds its kernels, their launches, the plan and the prefix of their names."""
 
     binary: Binary
-    launches: Callable[[PassName, Mapping[str, float]], PassLaunches]
+    launches: PassLaunches
+    plan: GpuPlan
+    symbol: str
 
 
 @dataclass(frozen=True)
@@ -124,25 +126,6 @@ def storing(layout: ArgumentLayout, settled: Values) -> Values:
     """Values of a call whose captured gradients are to be stored wherever they can be."""
     stored = (int(name.startswith(stored_field(""))) for name in layout.names[: layout.varying])
     return (*stored, *settled)
-
-
-def stored_whole(
-    launches: PassLaunches,
-    layout: ArgumentLayout,
-    head_dim: HeadDim,
-    values: Values,
-    device: DeviceSize,
-    most: int = MOST_ELEMENTS,
-) -> frozenset[str]:
-    """The captured tensors whose gradients are stored whole: not in parts, of which each would store its own sums.
-
-    Nor by batch entries in turn where there are more of them than it is worth.
-    """
-    if not launches.whole or len(schedule(launches, layout, head_dim, values, device, most).parts) > 1:
-        return frozenset()
-    batch = layout.named(values)["batch"]
-    worth = (name for name, entries in launches.whole.items() if entries is None or batch <= entries)
-    return frozenset(name.removeprefix(stored_field("")) for name in worth)
 
 
 def is_readable(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:

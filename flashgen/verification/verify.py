@@ -134,7 +134,7 @@ def verify_case(
     if order > 1:
         rows += compare(op, inputs, second_results)
         derived_by = _derived_by(op, inputs[0])
-    return Case(head_dim, dtype, shape, rows, hbm_bytes(op, head_dim, first, counted), derived_by)
+    return Case(head_dim, dtype, shape, rows, hbm_bytes(op, first, counted), derived_by)
 
 
 def _derived_by(op: AttentionOp, inputs: Inputs) -> tuple[str, str]:

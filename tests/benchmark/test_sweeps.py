@@ -234,7 +234,7 @@ def test_predicted_bytes_are_those_that_the_emulator_counts() -> None:
     with recording() as counted:
         leaves = [x.clone().requires_grad_() for x in (given.q, given.k, given.v)]
         torch.autograd.grad(op(*leaves), leaves, given.d_o)
-    found = hbm_bytes(op, head_dim, given, counted)
+    found = hbm_bytes(op, given, counted)
     assert predicted is not None
     # One batch entry and key/value head stand for all: blocks of threads are rounded up once more for each.
     assert predicted.forward == pytest.approx(found["forward"].counted, rel=0.03)

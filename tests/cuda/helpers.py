@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from flashgen.analysis.variant import Variant, analyse
+from flashgen.compiler.compiled import CompiledKernel
 from flashgen.emit.kernel_source import KernelSource
+from flashgen.hosts.emulated import EmulatedKernel
+from flashgen.hosts.emulator import Program
+from flashgen.hosts.gpu_calls import launches_of
+from flashgen.hosts.kernel import ArgumentLayout
+from flashgen.hosts.schedule import Compiled
 from flashgen.ir.types import ElementType
+from flashgen.kinds.kind import PassName
 from flashgen.language import parse_text
-from flashgen.plan.launches import Launch
+from flashgen.plan.launches import Launch, PassLaunches
+from flashgen.targets.gpu.compile import GpuBinary
 from flashgen.targets.gpu.emit import cuda_symbol, emit_cuda
+from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.gpu.started import started
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS
@@ -35,6 +44,22 @@ def planned(text: str, target: str = "sm_80") -> tuple[Variant, GpuPlan]:
 def emitted(text: str, target: str = "sm_80") -> KernelSource:
     """The source for a target."""
     return emit_cuda(planned(text, target)[1])
+
+
+def planted_kernel(
+    kernel: CompiledKernel[GpuPlan, GpuBinary],
+    element: ElementType,
+    program: Callable[[PassName, frozenset[str]], Program],
+    changed: Callable[[PassLaunches], PassLaunches] = lambda launches: launches,
+) -> EmulatedKernel:
+    """What a plan starts, of other programs: ``program`` gives that of a pass, for the names of its kernels."""
+    plan, symbol = kernel.plan, kernel.source.symbol
+
+    def find(name: PassName, values: Mapping[str, float]) -> Compiled[Program]:
+        launches = launches_of(plan, symbol, element, name, values)
+        return Compiled(program(name, frozenset(launches.kernels)), changed(launches), plan, symbol)
+
+    return EmulatedKernel(ArgumentLayout(cuda_fields(plan.recipe)), plan.recipe.variant.head_dim, find)
 
 
 def launched(variant: Variant, plan: GpuPlan) -> Mapping[str, Launch]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -12,20 +11,16 @@ from torch import Tensor
 
 import flashgen
 from flashgen.analysis.variant import analyse
-from flashgen.compiler.compiled import compiled
-from flashgen.emit.kernel_source import KernelSource
-from flashgen.hosts.emulated import EmulatedKernel
+from flashgen.compiler.compiled import CompiledKernel, compiled
 from flashgen.hosts.emulator import FaultKind, Program, compile_program
-from flashgen.hosts.emulator_backend import EmulatorProvider
-from flashgen.hosts.gpu_calls import launches_of
-from flashgen.hosts.kernel import ArgumentLayout
-from flashgen.hosts.schedule import Compiled
+from flashgen.hosts.emulator_machine import emulator_provider
 from flashgen.ir.types import ElementType
 from flashgen.kinds.kind import PassName
 from flashgen.op.op import AttentionOp, OpParts
-from flashgen.targets.gpu.lists import cuda_fields
+from flashgen.targets.gpu.compile import GpuBinary
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS
+from tests.cuda.helpers import planted_kernel
 
 TARGET = GPUS["sm_90a"]
 # What the emulator may call it where something is read before it is there; where its place is written too soon; where
@@ -39,7 +34,7 @@ EARLY_IN_CLUSTERS = EARLY | {FaultKind.NOT_PUBLISHED}
 def hopper(text: str, dtype: str = "bf16") -> AttentionOp:
     """The op of a spec's text."""
     spec = flashgen.loads(f"attention copied {{ dtype {dtype}  {text} }}", backend="reference").spec
-    return AttentionOp(OpParts(spec, {"cpu": EmulatorProvider(spec, TARGET)}, backend="emulator"))
+    return AttentionOp(OpParts(spec, {"cpu": emulator_provider(spec, TARGET)}, backend="emulator"))
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -47,11 +42,9 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 @functools.cache
-def emitted_for(text: str) -> tuple[GpuPlan, KernelSource]:
+def emitted_for(text: str) -> CompiledKernel[GpuPlan, GpuBinary]:
     spec = flashgen.loads(f"attention planted {{ dtype bf16  {text} }}", backend="reference").spec
-    kernel = compiled(analyse(spec, spec.head_dims[0]), TARGET)
-    assert isinstance(kernel.plan, GpuPlan)
-    return kernel.plan, kernel.source
+    return compiled(analyse(spec, spec.head_dims[0]), TARGET)
 
 
 def changed(name: str, text: str, pass_name: str, old: str, new: str, *, count: int = 1) -> AttentionOp:
@@ -59,9 +52,8 @@ def changed(name: str, text: str, pass_name: str, old: str, new: str, *, count: 
 
     With another forward pass it has no backward one.
     """
-    spec = flashgen.loads(f"attention planted {{ dtype bf16  {text} }}", backend="reference").spec
-    variant = analyse(spec, spec.head_dims[0])
-    plan, source = emitted_for(text)
+    kernel = emitted_for(text)
+    source = kernel.source
     forward, mark, backward = source.whole.partition("// ---- Backward")
     part, found = re.subn(old, new, forward if pass_name == "forward" else backward)
     assert mark
@@ -70,15 +62,11 @@ def changed(name: str, text: str, pass_name: str, old: str, new: str, *, count: 
     sources = {pass_name: part if pass_name == "forward" else forward + mark + part}
     if pass_name == "backward":
         sources["forward"] = source.whole
-    launches = launches_of(variant, plan, source.symbol, ElementType.BF16)
 
     @functools.cache
     def program(which: PassName, kernels: frozenset[str]) -> Program:
         return compile_program(sources[which], name=source.name, kernels=kernels)
 
-    def of_pass(which: PassName, values: Mapping[str, float]) -> Compiled[Program]:
-        return Compiled(program(which, frozenset(launches(which, values).kernels)), launches)
-
-    kernel = EmulatedKernel(ArgumentLayout(cuda_fields(plan.recipe)), variant.head_dim, of_pass)
+    own = planted_kernel(kernel, ElementType.BF16, program)
     # An op is known by what it computes, so that each of these has to be called by another name.
-    return AttentionOp(OpParts(replace(spec, name=name), {"cpu": lambda *_: kernel}, backend="emulator"))
+    return AttentionOp(OpParts(replace(kernel.variant.spec, name=name), {"cpu": lambda *_: own}, backend="emulator"))

@@ -13,12 +13,10 @@ from torch import Tensor
 import flashgen
 from flashgen.analysis.by_blocks import takes_blocks
 from flashgen.compiler.compiled import compiled
-from flashgen.hosts.emulated import EmulatedKernel, recording
+from flashgen.hosts.emulated import recording
 from flashgen.hosts.emulator import EmulatorError, FaultKind, compile_program
-from flashgen.hosts.emulator_backend import EmulatorProvider
-from flashgen.hosts.gpu_calls import kernel_variant, launches_of
-from flashgen.hosts.kernel import ArgumentLayout
-from flashgen.hosts.schedule import Compiled
+from flashgen.hosts.emulator_machine import emulator_provider
+from flashgen.hosts.gpu_calls import kernel_variant
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
@@ -26,10 +24,10 @@ from flashgen.kinds.by_blocks import BY_BLOCKS
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.plan import by_blocks
 from flashgen.plan.by_blocks import block_order, part_bytes
-from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.registry import GPUS
 from flashgen.toolchains.nvrtc import compile_cuda
 from flashgen.verification.verify import relative_error, verify_case
+from tests.cuda.helpers import planted_kernel
 from tests.cuda.nvrtc import has_products_that_wait, needs_nvrtc
 from tests.numeric.helpers import failures
 
@@ -261,9 +259,8 @@ def test_mistakes_in_a_kernel_that_was_right(name: str) -> None:
     kernel = compiled(variant, target)
     assert kernel.source.whole.count(old) == 1
     program = compile_program(kernel.source.whole.replace(old, new), name=kernel.source.name)
-    own = Compiled(program, launches_of(variant, kernel.plan, kernel.source.symbol, ElementType.BF16))
-    planted = EmulatedKernel(ArgumentLayout(cuda_fields(kernel.plan.recipe)), head_dim, lambda *_: own)
-    provider = EmulatorProvider(spec, target)
+    planted = planted_kernel(kernel, ElementType.BF16, lambda *_: program)
+    provider: Any = emulator_provider(spec, target)
     named = replace(spec, name=f"by_blocks_planted_{list(MISTAKES).index(name)}")
     found = replace(provider(head_dim, 0), other={BY_BLOCKS: planted}.get)
     op = AttentionOp(OpParts(named, {"cpu": lambda *_: found}, backend="emulator"))

@@ -13,11 +13,9 @@ from torch import Tensor
 
 import flashgen
 from flashgen.compiler.compiled import CompiledKernel, compiled
-from flashgen.hosts.emulated import EmulatedKernel, recording
-from flashgen.hosts.emulator import EmulatorError, compile_program
-from flashgen.hosts.gpu_calls import kernel_variant, launches_of
-from flashgen.hosts.kernel import ArgumentLayout
-from flashgen.hosts.schedule import Compiled
+from flashgen.hosts.emulated import recording
+from flashgen.hosts.emulator import EmulatorError, Program, compile_program
+from flashgen.hosts.gpu_calls import kernel_variant
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 from flashgen.kinds.cached import CACHED, F8_CACHED
@@ -30,9 +28,9 @@ from flashgen.op.op import AttentionOp, OpParts
 from flashgen.op.signature import TORCH_DTYPES
 from flashgen.plan.launches import PassLaunches
 from flashgen.targets.gpu.by_rows import pins_of_rows
-from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import relative_error
+from tests.cuda.helpers import planted_kernel
 
 from .test_sequences import planted, random, squeezed
 
@@ -215,21 +213,16 @@ def changed(name: str, *changes: tuple[str, str], kind: Planted = ONE_BY_ONE, ap
     for old, new in changes:
         assert squeezed(text).count(squeezed(old)) == 1, old
         text = planted(text, old, new)
-    find = launches_of(kernel.variant, kernel.plan, kernel.source.symbol, kind.element)
 
     @functools.cache
-    def program(kernels: frozenset[str]) -> Any:
+    def program(_: PassName, kernels: frozenset[str]) -> Program:
         return compile_program(text, name=kernel.source.name, kernels=kernels)
 
-    def launches(pass_name: PassName, values: Mapping[str, float]) -> PassLaunches:
-        found = find(pass_name, values)
+    def changed(found: PassLaunches) -> PassLaunches:
         assert found.splits is not None
         return replace(found, splits=replace(found.splits, most_alone=0)) if apart else found
 
-    def of_call(pass_name: PassName, values: Mapping[str, float]) -> Compiled[Any]:
-        return Compiled(program(frozenset(find(pass_name, values).kernels)), launches)
-
-    own = EmulatedKernel(ArgumentLayout(cuda_fields(kernel.plan.recipe)), spec.head_dims[0], of_call)
+    own = planted_kernel(kernel, kind.element, program, changed)
     dense = replace(own, other=lambda _: own)
     return AttentionOp(OpParts(replace(spec, name=name), {"cpu": lambda *_: dense}, backend="emulator"))
 

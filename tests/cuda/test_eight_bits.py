@@ -11,11 +11,8 @@ import torch
 
 import flashgen
 from flashgen.compiler.compiled import CompiledKernel, assembled, compiled
-from flashgen.hosts.emulated import EmulatedKernel
 from flashgen.hosts.emulator import EmulatorError, FaultKind, compile_program
-from flashgen.hosts.gpu_calls import kernel_variant, launches_of
-from flashgen.hosts.kernel import ArgumentLayout
-from flashgen.hosts.schedule import Compiled
+from flashgen.hosts.gpu_calls import kernel_variant
 from flashgen.ir.types import ElementType
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.eight_bits import EIGHT_BITS
@@ -24,11 +21,11 @@ from flashgen.op.eight_bits import F8
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.plan.plan import CallKind, Part
 from flashgen.targets.gpu.compile import GpuBinary
-from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.gpu.model import KEYS_OF_SUMS
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import relative_error
+from tests.cuda.helpers import planted_kernel
 from tests.cuda.nvrtc import needs_nvrtc
 
 TEXT = "attention planted_f8 { head_dim 64, 128, 256 }"
@@ -52,11 +49,9 @@ def changed(name: str, *changes: tuple[str, str], head_dim: int = 64, text: str 
         source, count = re.subn(old, new, source)
         assert count == 1, (old, count)
     program = compile_program(source, name=kernel.source.name)
-    own = Compiled(program, launches_of(kernel.variant, kernel.plan, kernel.source.symbol, ElementType.F8E4M3))
-    variant = kernel.variant
-    f8 = EmulatedKernel(ArgumentLayout(cuda_fields(kernel.plan.recipe)), variant.head_dim, lambda *_: own)
+    f8 = planted_kernel(kernel, ElementType.F8E4M3, lambda *_: program)
     dense = replace(f8, other=lambda _: f8)
-    return AttentionOp(OpParts(replace(variant.spec, name=name), {"cpu": lambda *_: dense}, backend="emulator"))
+    return AttentionOp(OpParts(replace(kernel.variant.spec, name=name), {"cpu": lambda *_: dense}, backend="emulator"))
 
 
 def error_of(

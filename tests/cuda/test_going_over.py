@@ -74,7 +74,7 @@ def test_other_types_in_one_source() -> None:
 
 
 def places_of_q(text: str) -> int:
-    tiles = emitted_for(text)[0].by_element[ElementType.BF16].forward
+    tiles = emitted_for(text).plan.by_element[ElementType.BF16].forward
     assert tiles.producers
     assert tiles.begins_next
     return tiles.q_places

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,9 +15,13 @@ import flashgen
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType
 from flashgen.op.op import AttentionOp
+from flashgen.plan.plan import USUAL_CALLS, Part
+from flashgen.targets.gpu.compile import compile_parts
 from flashgen.targets.gpu.recipe import decide
 from flashgen.targets.gpu.tiles import GpuPlan
-from tests.cuda.helpers import planned, variant_of
+from tests.cuda.helpers import emitted, planned, variant_of
+from tests.cuda.nvrtc import needs_nvrtc
+from tools.digests.elf import sections
 
 # What layers say, with a number's declaration left open: as a param, and as a constant.
 STRUCTURES: dict[str, tuple[str, str, str]] = {
@@ -79,6 +84,38 @@ def test_which_params_bound_scores(body: str, most: float | None) -> None:
     if most is not None:
         assert recipe.is_bounded is not None
         assert f"<= {most}" in text(recipe.is_bounded)
+
+
+_BRANCH, _PRODUCT = 0x947, 0x9F0  # of warpgroups: the lowest 12 bits of an instruction
+
+
+def lengths_of_main_loops(code: bytes) -> list[int]:
+    """Instructions of the innermost loops that have several products, in their order."""
+    words = [low for low, _ in struct.iter_unpack("<QQ", code)]
+    loops = []
+    for at, word in enumerate(words):
+        if word & 0xFFF == _BRANCH and word >> 63:  # back; counted in words of 4 bytes
+            first = at + 1 + ((word >> 34 << 8 | word >> 16 & 0xFF) - (1 << 38)) // 4
+            if sum(each & 0xFFF == _PRODUCT for each in words[first : at + 1]) >= 4:
+                loops.append((first, at))
+    inner = [x for x in loops if not any(y != x and x[0] <= y[0] and y[1] <= x[1] for y in loops)]
+    return [last - first + 1 for first, last in inner]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
+def test_main_loops_of_caps_are_those_of_constants(name: str) -> None:
+    found = []
+    for each in ("param c: f32", "const c = 50.0"):
+        spec = f"attention numbers {{ head_dim 64  dtype bf16  {each}  score softcap(s, c)  mask causal }}"
+        _, plan = planned(spec, "sm_90a")
+        part = Part(ElementType.BF16, name, USUAL_CALLS)
+        (binary,) = compile_parts(emitted(spec, "sm_90a"), plan, part, "sm_90a").parts.values()
+        every = sections(binary.path.read_bytes())
+        found.append(next(x.content for x in every if x.name == f".text.numbers_d64_{name}_bf16"))
+    own, others = (lengths_of_main_loops(each)[:2] for each in found)  # where some and where all pairs are kept
+    assert len(own) == len(others) == 2
+    assert all(x <= 1.01 * y for x, y in zip(own, others, strict=True)), (own, others)
 
 
 WIDTH, QUERIES, KEYS = 64, 200, 330

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from flashgen.analysis.variant import DOT
 from flashgen.hosts.emulated import EmulatedKernel, recording
 from flashgen.hosts.emulator import EmulatorError
-from flashgen.hosts.emulator_backend import EmulatorProvider
+from flashgen.hosts.emulator_machine import emulator_provider
 from flashgen.ir.expr import Apply, Expr, Literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
@@ -371,7 +371,7 @@ def test_a_divided_call_adds_up() -> None:
     q, k, v = (normal(4, 1, n, 128, seed=n).bfloat16().requires_grad_() for n in (70, 66, 66))
     bias, d_o = normal(1, 70, 66, seed=4).bfloat16().requires_grad_(), normal(4, 1, 70, 128, seed=5).bfloat16()
     whole = torch.autograd.grad(op(q, k, v, bias=bias), bias, d_o)[0]
-    kernel = EmulatorProvider(op.spec, TARGET)(op.spec.head_dims[0], 0)
+    kernel: Any = emulator_provider(op.spec, TARGET)(op.spec.head_dims[0], 0)
     divided = emulated_op(replace(op.spec, name="divided_turns"), replace(kernel, most=2 * 70 * 128))
     assert (torch.autograd.grad(divided(q, k, v, bias=bias), bias, d_o)[0] - whole).abs().max() < 2e-2
 

@@ -12,18 +12,15 @@ from torch import Tensor
 
 import flashgen
 from flashgen.compiler.compiled import CompiledKernel, compiled
-from flashgen.hosts.emulated import EmulatedKernel
-from flashgen.hosts.emulator import EmulatorError, compile_program
-from flashgen.hosts.gpu_calls import kernel_variant, launches_of
-from flashgen.hosts.kernel import ArgumentLayout
-from flashgen.hosts.schedule import Compiled
+from flashgen.hosts.emulator import EmulatorError, Program, compile_program
+from flashgen.hosts.gpu_calls import kernel_variant
 from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.ragged import RAGGED
 from flashgen.op import lengths, ragged
 from flashgen.op.op import AttentionOp, OpParts
-from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import relative_error
+from tests.cuda.helpers import planted_kernel
 
 TEXT = """
 attention planted {
@@ -88,16 +85,12 @@ def changed(name: str, *changes: tuple[str, str], of: str = TEXT, target: str = 
         assert squeezed(text).count(squeezed(old)) == 1, old
         text = planted(text, old, new)
     (element,) = kernel.plan.by_element
-    find = launches_of(kernel.variant, kernel.plan, kernel.source.symbol, element)
-    compiled_by_pass: dict[str, Compiled[Any]] = {}
 
-    def of_pass(which: Any, values: Any) -> Compiled[Any]:
-        if which not in compiled_by_pass:
-            program = compile_program(text, name=kernel.source.name, kernels=frozenset(find(which, values).kernels))
-            compiled_by_pass[which] = Compiled(program, find)
-        return compiled_by_pass[which]
+    @functools.cache
+    def program(_: Any, kernels: frozenset[str]) -> Program:
+        return compile_program(text, name=kernel.source.name, kernels=kernels)
 
-    own = EmulatedKernel(ArgumentLayout(cuda_fields(kernel.plan.recipe)), spec.head_dims[0], of_pass)
+    own = planted_kernel(kernel, element, program)
     dense = replace(own, other=lambda _: own)
     return AttentionOp(OpParts(replace(spec, name=name), {"cpu": lambda *_: dense}, backend="emulator"))
 

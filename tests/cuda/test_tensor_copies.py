@@ -167,14 +167,14 @@ def run(name: str, text: str, old: str, new: str) -> None:
     """The forward pass over several tiles with one change in its source."""
     text = f"head_dim 64  mask {ALL}  {text}"
     op = changed(name, text, "forward", re.escape(old), new)
-    assert bool(emitted_for(text)[0].elements[0].forward.producers) is (SERVED in text)
+    assert bool(emitted_for(text).plan.elements[0].forward.producers) is (SERVED in text)
     op(random(1, 1, 900, 64, seed=0), random(1, 1, 300, 64, seed=1), random(1, 1, 300, 64, seed=2))
 
 
 def run_backward(name: str, text: str, old: str, new: str) -> None:
     """The same for the backward pass."""
     op = changed(name, f"head_dim 64  {text}", "backward", re.escape(old), new)
-    assert bool(emitted_for(f"head_dim 64  {text}")[0].elements[0].backward.producers) is (text == LONG)
+    assert bool(emitted_for(f"head_dim 64  {text}").plan.elements[0].backward.producers) is (text == LONG)
     q, k, v, d_o = (random(1, 1, rows, 64, seed=rows) for rows in (500, 130, 131, 501))
     gradients(op, q, k, v[:, :, 1:], d_o[:, :, 1:])
 

@@ -16,7 +16,8 @@ import flashgen
 from flashgen.analysis.variant import analyse
 from flashgen.hosts.backends import EMULATED
 from flashgen.hosts.emulated import Counted, EmulatedKernel, recording
-from flashgen.hosts.emulator_backend import EmulatorProvider
+from flashgen.hosts.emulator_machine import emulator_provider
+from flashgen.hosts.gpu_provider import GpuProvider
 from flashgen.hosts.lists import ListCache
 from flashgen.hosts.schedule import Compiled
 from flashgen.ir.shape import Shape
@@ -24,7 +25,7 @@ from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.op.loading import load_spec
 from flashgen.op.op import AttentionOp, OpParts
-from flashgen.plan.launches import Count, PassLaunches
+from flashgen.plan.launches import Count
 from flashgen.targets.gpu.lists import OF_KEYS, OF_QUERIES
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.registry import GPUS
@@ -59,7 +60,7 @@ def listed(masks: str) -> AttentionOp:
 
 @functools.cache
 def kernel_of(spec: AttentionSpec) -> EmulatedKernel:
-    kernel = EmulatorProvider(spec, GPUS[EMULATED])(spec.head_dims[0], 0)
+    kernel = emulator_provider(spec, GPUS[EMULATED])(spec.head_dims[0], 0)
     assert isinstance(kernel, EmulatedKernel)
     return kernel
 
@@ -70,11 +71,11 @@ def op_of(op: AttentionOp, kernel: EmulatedKernel, name: str) -> AttentionOp:
     return AttentionOp(OpParts(spec, {"cpu": Changed(op.spec, GPUS[EMULATED], kernel)}, op.sources, backend="emulator"))
 
 
-class Changed(EmulatorProvider):
+class Changed(GpuProvider):
     """Another kernel under the plan and the sources of a spec."""
 
     def __init__(self, spec: AttentionSpec, target: GpuTarget, kernel: EmulatedKernel) -> None:
-        super().__init__(spec, target)
+        super().__init__(spec, emulator_provider(spec, target).machines)
         self.changed = kernel
 
     def __call__(self, head_dim: HeadDim, index: int) -> EmulatedKernel:
@@ -148,7 +149,7 @@ def d_o_of(o: Tensor) -> Tensor:
 def bytes_agree(op: AttentionOp, call: Call, counted: Sequence[Counted]) -> bool:
     """Predicted and counted, of both passes."""
     inputs = Inputs(call.q, call.k, call.v, call.named, {}, call.q, call.q)
-    found = hbm_bytes(op, op.spec.head_dims[0], inputs, counted)
+    found = hbm_bytes(op, inputs, counted)
     assert set(found) == {"forward", "backward"}
     return all(each.predicted == each.counted > 0 for each in found.values())
 
@@ -234,21 +235,16 @@ def test_lists_of_several_windows() -> None:
 def started(kernel: EmulatedKernel, name: str, blocks: int) -> EmulatedKernel:
     """Only the first blocks of the kernels whose names begin so."""
 
-    def compiled(of_pass: Any, values: Any) -> Compiled[Any]:
-        found = kernel.compiled(of_pass, values)
+    def find(of_pass: Any, values: Any) -> Compiled[Any]:
+        found = kernel.find(of_pass, values)
+        own = found.launches
+        symbol = own.launches[-1].kernel.split("_d16_")[0] + f"_d16_{name}"
+        few = (
+            replace(each, grid=Count((), blocks)) if each.kernel.startswith(symbol) else each for each in own.launches
+        )
+        return replace(found, launches=replace(own, launches=tuple(few)))
 
-        def launches(of_pass: Any, values: Any) -> PassLaunches:
-            own = found.launches(of_pass, values)
-            symbol = own.launches[-1].kernel.split("_d16_")[0] + f"_d16_{name}"
-            few = (
-                replace(each, grid=Count((), blocks)) if each.kernel.startswith(symbol) else each
-                for each in own.launches
-            )
-            return replace(own, launches=tuple(few))
-
-        return Compiled(found.binary, launches)
-
-    return replace(kernel, compiled=compiled)
+    return replace(kernel, find=find)
 
 
 @pytest.mark.parametrize("masks", ["all", "batch"])

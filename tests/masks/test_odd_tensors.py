@@ -74,6 +74,5 @@ def test_rows_that_read_by_several_indices_see_their_elements_and_no_box() -> No
     captured: dict[str, Any] = {"t": t, "u": torch.ones(2, 300, dtype=torch.bool), "at": at}
     with recording() as counted, torch.no_grad():
         op(q, k, v, **captured)
-    (head_dim,) = op.spec.head_dims
-    (moved,) = hbm_bytes(op, head_dim, Inputs(q, k, v, captured, {}, q, torch.zeros(1, 2, 300)), counted).values()
+    (moved,) = hbm_bytes(op, Inputs(q, k, v, captured, {}, q, torch.zeros(1, 2, 300)), counted).values()
     assert moved.predicted == moved.counted

@@ -25,7 +25,7 @@ from flashgen.analysis.variant import Variant, analyse
 from flashgen.hosts.backends import EMULATED
 from flashgen.hosts.emulated import Counted, EmulatedKernel, recording
 from flashgen.hosts.emulator import DeviceMemory, compile_program
-from flashgen.hosts.emulator_backend import EmulatorProvider
+from flashgen.hosts.emulator_machine import emulator_provider
 from flashgen.hosts.gpu_calls import launches_of
 from flashgen.hosts.kernel import ArgumentLayout, Step
 from flashgen.hosts.lists import LEAST_TILES, MOST_LISTS, ListCache, SharedLists
@@ -38,7 +38,7 @@ from flashgen.op.call import CallChecker
 from flashgen.op.loading import load_spec
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.plan.arguments import param_field
-from flashgen.plan.launches import PassLaunches, VisitLists
+from flashgen.plan.launches import VisitLists
 from flashgen.targets.gpu.emit import cuda_symbol, emit_cuda
 from flashgen.targets.gpu.lists import OF_KEYS, OF_QUERIES, cuda_fields
 from flashgen.targets.gpu.model import VISIT_LIST
@@ -161,10 +161,9 @@ def test_they_hold_what_the_analysis_finds(name: str) -> None:
     is_by_head, listed = "hash(h" in MASKS[name], 0
     for shard in SHARDS:
         known = whole(**shard) | ({param_field("salt"): 11} if variant.spec.params else {})
-        find = launches_of(variant, plan, cuda_symbol(variant), ElementType.BF16)
         for which in ("forward", "backward"):
             values = layout.values(known | {"deterministic": 1})
-            launches: PassLaunches = find(which, layout.named(values))
+            launches = launches_of(plan, cuda_symbol(variant), ElementType.BF16, which, layout.named(values))
             for lists in launches.lists:
                 visited = -(-known["kv_len" if lists.field == OF_QUERIES else "q_len"] // lists.tiles[1])
                 tiles = -(-known["q_len" if lists.field == OF_QUERIES else "kv_len"] // lists.tiles[0])
@@ -280,7 +279,7 @@ def test_a_call_that_is_divided() -> None:
     """Each launch over some heads has the lists of its own, where the mask tells heads apart."""
     text = spec(BY_HEAD).replace("listed", "divided").replace("head_dim 16", "head_dim 64")
     own = flashgen.loads(text, backend="reference").spec
-    kernel = EmulatorProvider(own, GPUS[EMULATED])(own.head_dims[0], 0)
+    kernel = emulator_provider(own, GPUS[EMULATED])(own.head_dims[0], 0)
     assert isinstance(kernel, EmulatedKernel)
     q, k, v = (normal(2, 2, 70, 64, seed=n).bfloat16() for n in range(3))
     found = []

@@ -298,7 +298,7 @@ def test_bytes_are_those_of_the_tiles_that_are_visited(text: str, heads: int, qu
         with recording() as counted:
             op.decode(q, k, v, LENGTHS, leftpad=PADDING, num_splits=splits, **captured(op, heads))
         given = Inputs(q, k, v, captured(op, heads), {}, q, q)
-        moved = hbm_bytes(op, op.spec.head_dims[-1], given, counted)
+        moved = hbm_bytes(op, given, counted)
         assert moved["forward"].predicted == moved["forward"].counted
 
 

@@ -210,7 +210,7 @@ def test_bytes_are_those_of_numbers_of_8_bits(splits: int) -> None:
     with recording() as counted:
         op.decode(q, k, v, on_gpus.LENGTHS, num_splits=splits, k_descale=k_descale, v_descale=v_descale)
     inputs = Inputs(q=q, k=k, v=v, captured={}, params={}, d_o=q, d_lse=q[..., 0])
-    moved = hbm_bytes(op, op.spec.head_dims[0], inputs, counted)["forward"]
+    moved = hbm_bytes(op, inputs, counted)["forward"]
     assert moved.predicted == moved.counted
     traffic = counted[0].report.traffic
     assert traffic["k"].total == traffic["v"].total == on_gpus.HKV * int(on_gpus.LENGTHS.sum()) * 64

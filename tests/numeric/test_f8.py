@@ -195,7 +195,7 @@ def test_it_moves_what_is_predicted_and_repeats() -> None:
         first, second = op(**given), op(**given)
     assert torch.equal(first, second)
     inputs = Inputs(**{name: given[name] for name in "qkv"}, captured={}, params={}, d_o=first, d_lse=first[..., 0])
-    moved = hbm_bytes(op, op.spec.head_dims[0], inputs, counted)["forward"]
+    moved = hbm_bytes(op, inputs, counted)["forward"]
     assert moved.predicted == moved.counted
     traffic = counted[0].report.traffic
     assert traffic["q"].total == B * H * 130 * D

@@ -98,9 +98,7 @@ def test_bytes_are_those_of_the_sequences(target: str, deterministic: bool) -> N
     given = batch(op, LENGTHS, heads=2, kv_heads=1, dtype=torch.bfloat16)
     with recording() as counted:
         results(op.varlen, given, op, deterministic=deterministic)
-    moved = hbm_bytes(
-        op, op.spec.head_dims[0], Inputs(given.q, given.k, given.v, {}, {}, given.d_o, given.d_lse), counted
-    )
+    moved = hbm_bytes(op, Inputs(given.q, given.k, given.v, {}, {}, given.d_o, given.d_lse), counted)
     assert set(moved) == {"forward", "backward"}
     for name, each in moved.items():
         assert each.predicted == each.counted, name

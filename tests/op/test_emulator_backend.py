@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 import flashgen
 from flashgen.hosts.backends import EMULATED
 from flashgen.hosts.emulated import EmulatedKernel, recording
-from flashgen.hosts.emulator_backend import EmulatorProvider
+from flashgen.hosts.emulator_machine import emulator_provider
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
@@ -108,12 +109,12 @@ def test_rows_that_are_no_whole_chunks() -> None:
 def test_tensors_that_are_divided_among_launches() -> None:
     """As for more than 2^31 elements, with a limit that small tensors reach: by batches, then by heads."""
     spec = op(RICH, "emulator").spec
-    provider = EmulatorProvider(spec, GPUS[EMULATED])
+    provider = emulator_provider(spec, GPUS[EMULATED])
     found = provider(HeadDim(16, 16), 0)
     assert isinstance(found, EmulatedKernel)
 
     def limited(most: int) -> AttentionOp:
-        kernel = EmulatedKernel(found.layout, found.head_dim, found.compiled, most=most)
+        kernel = replace(found, most=most)
         # An op is known by what it computes, so that each of these has to be called by another name.
         renamed = flashgen.loads(RICH.replace("rich", f"rich_{most}"), backend="reference").spec
         return AttentionOp(OpParts(renamed, {"cpu": lambda *_: kernel}, backend="emulator"))

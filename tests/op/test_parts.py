@@ -66,7 +66,7 @@ def test_they_are_what_other_kernels_write_before_it_is_rounded(backend: str, ta
         # delta is summed up in another order.
         torch.testing.assert_close(x, y.to(x.dtype), rtol=2**-7, atol=float(1e-6 * y.abs().max()))
         assert (x != y.to(x.dtype)).float().mean() < 0.02 or x.dtype is torch.float32
-    moved = hbm_bytes(op, op.spec.head_dims[0], inputs, counted)
+    moved = hbm_bytes(op, inputs, counted)
     assert set(moved) == ({"forward", "backward"} if counted else set())
     assert all(each.predicted == each.counted for each in moved.values()), moved
 

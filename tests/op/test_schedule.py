@@ -207,9 +207,15 @@ class Written:
         self._driver.calls.append(("join", self.address, stream))
 
 
+def held(launches: PassLaunches) -> Any:
+    """Kernels that a binary holds, whatever the call."""
+    plan: Any = None
+    return lambda *_: Compiled(Path("a.cubin"), launches, plan, "symbol")
+
+
 def test_a_pass_on_a_device() -> None:
     driver = RecordingDriver()
-    kernel = CudaKernel(LAYOUT, HEAD_DIM, driver, lambda *_: Compiled(Path("a.cubin"), lambda *_: LAUNCHES))
+    kernel = CudaKernel(LAYOUT, HEAD_DIM, held(LAUNCHES), driver.size, driver=driver)
     prepared = kernel.prepare("backward", values())
     assert driver.calls == [("function", "a.cubin", "first", 50_000), ("function", "a.cubin", "second", 0)]
     driver.calls.clear()
@@ -265,8 +271,7 @@ def test_lists_of_visits_on_a_device() -> None:
     driver = RecordingDriver()
     driver.layout = layout
     launches = PassLaunches((), LAUNCHES.launches[:1], (LISTS,))
-    compiled = Compiled(Path("a.cubin"), lambda *_: launches)
-    kernel = CudaKernel(layout, HEAD_DIM, driver, lambda *_: compiled, ListCache(eager=True))
+    kernel = CudaKernel(layout, HEAD_DIM, held(launches), driver.size, ListCache(eager=True), driver=driver)
     base = {name: value for name, value in LAYOUT.named(values()).items() if name in layout.slots}
 
     def run(**known: float) -> list[tuple[Any, ...]]:
@@ -347,8 +352,7 @@ def test_lists_of_a_call_on_a_device() -> None:
     layout = ArgumentLayout(cuda_fields(decide(analyse(SALTED, HEAD_DIM))))
     driver = RecordingDriver()
     driver.layout = layout
-    compiled = Compiled(Path("a.cubin"), lambda *_: own_lists(43))
-    kernel = CudaKernel(layout, HEAD_DIM, driver, lambda *_: compiled)
+    kernel = CudaKernel(layout, HEAD_DIM, held(own_lists(43)), driver.size, driver=driver)
     base = {name: value for name, value in LAYOUT.named(values()).items() if name in layout.slots}
     filled = layout.values(base | {"workspace": 1 << 50})
     prepared = kernel.prepare("forward", filled)

@@ -78,7 +78,7 @@ def test_they_are_what_other_kernels_write(backend: str, target: str | None, tex
             if whole is not None:
                 whole[:, :, at] = 7.0
                 assert bool((whole == 7.0).all())
-        moved = hbm_bytes(op, op.spec.head_dims[0], inputs, counted)
+        moved = hbm_bytes(op, inputs, counted)
         assert set(moved) == ({"forward", "backward"} if counted else set())
         assert all(each.predicted == each.counted for each in moved.values()), moved
 

@@ -6,6 +6,7 @@ import ctypes
 import shutil
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -235,7 +236,9 @@ def test_a_pass_with_maps() -> None:
         "v_stride_b": 5760, "v_stride_h": 2880, "v_stride_n": 32,
     }  # fmt: skip
     driver = MappingDriver()
-    kernel = CudaKernel(LAYOUT, HEAD_DIM, driver, lambda *_: Compiled(Path("a.cubin"), lambda *_: launches))
+    plan: Any = None
+    held = Compiled(Path("a.cubin"), launches, plan, "symbol")
+    kernel = CudaKernel(LAYOUT, HEAD_DIM, lambda *_: held, driver.size, driver=driver)
     prepared = kernel.prepare("forward", LAYOUT.values(known))
     for address in (1 << 40, 1 << 41):
         driver.calls.clear()

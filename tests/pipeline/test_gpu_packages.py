@@ -200,8 +200,8 @@ def test_a_package_has_what_it_says_of_deterministic_calls(file: Path, tmp_path:
             kind = gpu_calls.kind_of("backward", values)
             image = found.image(Part(ElementType.BF16, "backward", kind))
             assert (image is None) is (repeatable and not asked)
-            launches = launches_of(variant, found.plan, found.source.symbol, ElementType.BF16)
-            started = set(launches("backward", values).kernels)
+            launches = launches_of(found.plan, found.source.symbol, ElementType.BF16, "backward", values)
+            started = set(launches.kernels)
             assert image is None or all(each.encode() in image.read_bytes() for each in started)
             said = {each.name for each in manifest.gpu_kernels}
             assert (started <= said) is (image is not None)

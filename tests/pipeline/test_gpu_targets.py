@@ -23,9 +23,11 @@ from flashgen.diagnostics import SpecError
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts import cuda, gpu_calls
 from flashgen.hosts.cuda import CudaMissing
-from flashgen.hosts.gpu_backend import CudaProvider
+from flashgen.hosts.cuda_machine import cuda_provider
 from flashgen.hosts.gpu_calls import launches_of
+from flashgen.hosts.gpu_provider import GpuProvider
 from flashgen.hosts.kernel import ELEMENTS
+from flashgen.hosts.machine import Made
 from flashgen.hosts.schedule import DeviceSize
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
@@ -107,7 +109,7 @@ def test_a_gpu_compiles_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "CupyDriver", FakeDriver)
     monkeypatch.setattr(cuda, "describe_device", lambda index: ("fake", 86 if index else 80, 99 * 1024))
     spec = parse_text(SPEC).specs[0]
-    provider = CudaProvider(spec)
+    provider = cuda_provider(spec)
     kernel = provider(spec.head_dims[0], 0)
     assert kernel is provider(spec.head_dims[0], 0)
     assert kernel is not provider(spec.head_dims[0], 1)
@@ -127,7 +129,7 @@ def test_a_gpu_of_an_old_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "describe_device", lambda _: ("Tesla V100", 70, 96 * 1024))
     spec = parse_text(SPEC).specs[0]
     with pytest.raises(UnsupportedGpu, match="backend='reference' runs on any GPU"):
-        CudaProvider(spec)(spec.head_dims[0], 0)
+        cuda_provider(spec)(spec.head_dims[0], 0)
     monkeypatch.setattr(cuda, "check", lambda: None)
     monkeypatch.setattr(cuda, "current_device", lambda: 0)
     with pytest.raises(ValueError, match=r"backend 'cuda': 'Tesla V100' has compute capability 7.0; the oldest"):
@@ -139,7 +141,7 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA tensors say what to install; CPU tensors do not notice."""
     spec: AttentionSpec = parse_text(SPEC).specs[0]
     with pytest.raises(CudaMissing, match=r"CuPy, which cannot be imported .*pip install 'flashgen\[cuda1[23]\]'"):
-        CudaProvider(spec)(spec.head_dims[0], 0)
+        cuda_provider(spec)(spec.head_dims[0], 0)
     monkeypatch.setattr(cuda, "is_there", lambda: True)
     op = flashgen.loads(SPEC)
     q = torch.randn(1, 1, 5, 16, dtype=torch.bfloat16, requires_grad=True)
@@ -229,6 +231,11 @@ def values(length: int) -> dict[str, float]:
     }
 
 
+def of_call(provider: GpuProvider, name: PassName, values: Mapping[str, float]) -> tuple[Made[Any], tuple[str, ...]]:
+    """Of the only head dimension on the first device."""
+    return provider.of_call(provider.spec.head_dims[0], provider.machines(0), name, values)
+
+
 def meta(length: int) -> torch.Tensor:
     return torch.empty(1, shape(length).heads, length, 64, dtype=torch.bfloat16, device="meta")
 
@@ -237,12 +244,12 @@ def meta(length: int) -> torch.Tensor:
 def test_a_call_compiles_the_plan_of_its_length(assembler: list[KernelSource]) -> None:
     """Each pass by itself, what is needed alone, and the same again for the same call."""
     spec = parse_text(LONG).specs[0]
-    provider = CudaProvider(spec)
+    provider = cuda_provider(spec)
     (head_dim,) = spec.head_dims
     bf16 = ElementType.BF16
 
     def tile(length: int) -> Tile:
-        ready, _ = provider.of_call(head_dim, 0, "forward", values(length))
+        ready, _ = of_call(provider, "forward", values(length))
         return tile_of(ready.plan.by_element[bf16], "forward")
 
     short = tile(512)
@@ -255,7 +262,7 @@ def test_a_call_compiles_the_plan_of_its_length(assembler: list[KernelSource]) -
     count = len(assembler)
     assert tile(15_000) == long
     assert len(assembler) == count, "classes of one plan share its binary"
-    pins = provider.choices(head_dim, 0).of_call(bf16, shape(512))
+    pins = provider.choices(head_dim, provider.machines(0)).of_call(bf16, shape(512))
     assert pins.forward == short
     assert "by the model" in pins.reasons[0]
 
@@ -265,11 +272,11 @@ def test_a_first_call_compiles_its_own_type_alone(assembler: list[KernelSource])
     """Of a spec with all element types, and of the two passes."""
     spec = parse_text("attention typed { head_dim 64  mask causal }").specs[0]
     (head_dim,) = spec.head_dims
-    provider = CudaProvider(spec)
+    provider = cuda_provider(spec)
     assert len(compiled(analyse(spec, head_dim), SM_80).plan.elements) == 3
     for name, length in itertools.product(BOTH, (512, 16_384)):  # tiles of the model, of the planner
         del assembler[:]
-        provider.of_call(head_dim, 0, name, values(length))
+        of_call(provider, name, values(length))
         assert assembler
         for source in assembler:
             left_out = {define.removeprefix("FLASHGEN_") for define, value in source.defines if value == "0"}
@@ -328,12 +335,11 @@ def test_a_package_runs_from_text(assembler: list[KernelSource], tmp_path: Path)
     build_file(file, output=tmp_path)
     folder = tmp_path / "shown"
     spec = parse_text(LONG).specs[0]
-    (head_dim,) = spec.head_dims
     text = (folder / "shown_d64_sm_80.cu").read_text()
 
     def run(length: int) -> str:
-        provider = CudaProvider(spec, (folder, Manifest.read(folder)))
-        ready, _ = provider.of_call(head_dim, 0, "backward", values(length))
+        provider = cuda_provider(spec, (folder, Manifest.read(folder)))
+        ready, _ = of_call(provider, "backward", values(length))
         return ready.source.text
 
     assert run(16_384) == text
@@ -343,13 +349,13 @@ def test_a_package_runs_from_text(assembler: list[KernelSource], tmp_path: Path)
         "FLASHGEN_WITH_DROPOUT": "0",
         "FLASHGEN_REPEATABLE": "0",
     }
-    provider = CudaProvider(spec, (folder, Manifest.read(folder)))
-    ready, _ = provider.of_call(head_dim, 0, "forward", values(512))
+    provider = cuda_provider(spec, (folder, Manifest.read(folder)))
+    ready, _ = of_call(provider, "forward", values(512))
     assert ready.source.text != text
     (folder / "shown_d64_sm_80.cu").write_text(text + "// edited\n")
     for length in (512, 16_384):
         assert run(length).endswith("// edited\n")
-    edited, reasons = CudaProvider(spec, (folder, Manifest.read(folder))).of_call(head_dim, 0, "forward", values(512))
+    edited, reasons = of_call(cuda_provider(spec, (folder, Manifest.read(folder))), "forward", values(512))
     assert edited.source.text.endswith("// edited\n")
     assert "was edited, and runs as it stands" in reasons[0]
 
@@ -367,13 +373,13 @@ def test_a_deterministic_call_of_a_package_without_nvrtc(tmp_path: Path, monkeyp
         raise NvrtcMissing("no NVRTC")
 
     monkeypatch.setattr(gpu_compile, "compile_cuda_parts", compile_cuda_parts)
-    provider = CudaProvider(spec, (built.folder, Manifest.read(built.folder)))
+    provider = cuda_provider(spec, (built.folder, Manifest.read(built.folder)))
     usual, repeated = values(16_384), values(16_384) | {"deterministic": 1}
-    ready, _ = provider.of_call(spec.head_dims[0], 0, "backward", usual)
-    assert b"shown_d64_backward_bf16" in ready.path.read_bytes()
-    assert provider.of_call(spec.head_dims[0], 0, "forward", repeated)
+    ready, _ = of_call(provider, "backward", usual)
+    assert b"shown_d64_backward_bf16" in ready.binary(frozenset()).read_bytes()
+    assert of_call(provider, "forward", repeated)
     with pytest.raises(NvrtcMissing, match=r"no NVRTC; the package has no binary for deterministic .* --deterministic"):
-        provider.of_call(spec.head_dims[0], 0, "backward", repeated)
+        of_call(provider, "backward", repeated)
 
 
 @needs_nvrtc
@@ -394,8 +400,8 @@ def test_parts_hold_the_kernels_of_their_pass(name: PassName, dropout: int, dete
     content = made.binary.parts[part].path.read_bytes()
     plan = made.kernel.plan
     assert isinstance(plan, GpuPlan)
-    launches = launches_of(variant, plan, made.kernel.source.symbol, ElementType.BF16)
-    for kernel in launches(name, values).kernels:
+    launches = launches_of(plan, made.kernel.source.symbol, ElementType.BF16, name, values)
+    for kernel in launches.kernels:
         assert kernel.encode() in content
 
 

@@ -103,14 +103,15 @@ def imitated(text: str) -> AttentionOp:
             variant = kernel_variant(spec, head_dim, kind)
             own = compiled(variant, target, PLANNERS_OWN)
 
-            def find(_name: PassName, values: Mapping[str, float]) -> Compiled[Path]:
-                return Compiled(Path(), launches_of(variant, own.plan, own.source.symbol, call_of(values)[0]))
+            def find(name: PassName, values: Mapping[str, float]) -> Compiled[Path]:
+                launches = launches_of(own.plan, own.source.symbol, call_of(values)[0], name, values)
+                return Compiled(Path(), launches, own.plan, own.source.symbol)
 
             def other(other_kind: Kind) -> CudaKernel | None:
                 return provider(other_kind)(head_dim, 0) if other_kind in (RAGGED, CACHED) else None
 
             layout, driver = ArgumentLayout(cuda_fields(own.plan.recipe)), NoDriver()
-            return CudaKernel(layout, head_dim, driver, find, other=other)
+            return CudaKernel(layout, head_dim, find, driver.size, other=other, driver=driver)
 
         return kernel
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import flashgen
 from flashgen.distributed.partial import Partial
-from flashgen.hosts.gpu_backend import CudaProvider
+from flashgen.hosts.cuda_machine import cuda_provider
 from flashgen.hosts.kernel import ELEMENTS
 from flashgen.ir.shape import Shape
 from flashgen.kinds.table import KINDS
@@ -84,7 +84,7 @@ def compile_one(
     codes = {TORCH_DTYPES[element]: code for code, element in enumerate(ELEMENTS)}
     # A sink is of rows, not of parts of their keys.
     of_parts = rows == "parts" or (rows == "slices" and which == "backward")
-    provider = CudaProvider(Partial(op).inner.spec if of_parts else op.spec, kind=KINDS[rows])
+    provider = cuda_provider(Partial(op).inner.spec if of_parts else op.spec, kind=KINDS[rows])
     for dtype in dtypes:
         for shape in shapes:
             values = {
@@ -92,4 +92,4 @@ def compile_one(
                 "q_len": shape.q_len, "kv_len": shape.kv_len, "dropout_threshold": int(dropped), "deterministic": 0,
             }  # fmt: skip
             name: Any = which
-            provider.of_call(op.spec.head_dims[0], 0, name, values)
+            provider.of_call(op.spec.head_dims[0], provider.machines(0), name, values)

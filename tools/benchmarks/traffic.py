@@ -133,7 +133,7 @@ def kernel_bytes(
     values = _values(variant, shape, params)
 
     def moved(name: PassName) -> int:
-        launches = launches_of(variant, plan, "symbol", element)(name, values)
+        launches = launches_of(plan, "symbol", element, name, values)
         own = {**values, "lse_parts": name == "backward"}  # which reads them, if anybody does
         return sum(bytes_of_call(plan.recipe, tiles, "symbol", launches, own, captured).values())
 

@@ -24,8 +24,9 @@ from typing import Any
 import flashgen
 from flashgen.analysis.tangent import with_slopes
 from flashgen.cli import main as command
-from flashgen.hosts.gpu_backend import CudaProvider
+from flashgen.hosts.cuda_machine import CudaMachine
 from flashgen.hosts.gpu_calls import kernel_variant, launches_of
+from flashgen.hosts.gpu_provider import GpuProvider
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.forward_mode import FORWARD_MODE
 from flashgen.kinds.kind import Kind
@@ -107,15 +108,15 @@ def _gpu(piece: Piece) -> dict[str, Entry]:
         return {}
     name: Any = piece.name
     values, start = _values(piece), time.time()
-    ready, _ = _provider(piece.spec, piece.target, kind).of_call(head_dim, 0, name, values)
-    seconds = time.time() - start
-    variant = kernel_variant(_op(piece.spec).spec, head_dim, kind)
-    element = next(each for each in ready.plan.by_element if str(each).startswith(piece.element))
-    launches = launches_of(variant, ready.plan, ready.source.symbol, element)(name, values).kernels
-    taken = {each.name: each for each in ready.resources}
-    log = (ready.path.parent / "compile.log").read_text(encoding="utf-8")
+    provider = _provider(piece.spec, piece.target, kind)
+    made, _ = provider.of_call(head_dim, provider.machines(0), name, values)
+    seconds, path = time.time() - start, made.binary(frozenset())
+    element = next(each for each in made.plan.by_element if str(each).startswith(piece.element))
+    launches = launches_of(made.plan, made.source.symbol, element, name, values).kernels
+    taken = {each.name: each for each in made.resources}
+    log = (path.parent / "compile.log").read_text(encoding="utf-8")
     assembled = {each: float(number) / 1e3 for each, number in _ASSEMBLED.findall(log)}
-    is_new = ready.path.stat().st_mtime >= start
+    is_new = path.stat().st_mtime >= start
     return {
         each: {
             "digest": digest,
@@ -123,7 +124,7 @@ def _gpu(piece: Piece) -> dict[str, Entry]:
             "assembler_seconds": assembled.get(each) if is_new else None,
             "program_seconds": seconds if is_new else None,
         }
-        for each, digest in kernel_digests(ready.path.read_bytes()).items()
+        for each, digest in kernel_digests(path.read_bytes()).items()
     }
 
 
@@ -138,12 +139,11 @@ def _resources(taken: Any, launch: Any) -> Entry:
 
 
 @functools.lru_cache(maxsize=32)
-def _provider(spec: str, target: str, kind: Kind) -> CudaProvider:
-    provider = CudaProvider(_op(spec).spec, kind=kind)
+def _provider(spec: str, target: str, kind: Kind) -> GpuProvider:
     gpu = known_devices().gpus[_PRODUCTS[target]]
-    board: Any = SimpleNamespace(driver=None, name="of the sample", target=gpu.target, gpu=gpu)
-    provider.board = lambda _index: board  # type: ignore[assignment]
-    return provider
+    driver: Any = SimpleNamespace(size=None)
+    machine = CudaMachine(driver, "of the sample", gpu.target, gpu)
+    return GpuProvider(_op(spec).spec, lambda _index: machine, kind=kind)
 
 
 def _values(piece: Piece) -> Values:

@@ -17,7 +17,7 @@ from flashgen.analysis.tangent import with_slopes, with_tangent
 from flashgen.analysis.variant import analyse
 from flashgen.compiler.compiled import compiled as compiled_kernel
 from flashgen.emit.kernel_source import KernelSource
-from flashgen.hosts.emulator_backend import EmulatorProvider
+from flashgen.hosts.emulator_machine import emulator_provider
 from flashgen.hosts.kernel import KernelProvider, LibraryKernel, load_forward_mode
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
@@ -53,7 +53,7 @@ def compiled(case: Case, scratch: Path) -> AttentionOp:
     if backend == "emulator":
         spec, target = without_kernels(case).spec, GPUS[case.machine.target or "sm_80"]
         sized = Shape(*case.build.sized) if case.build.sized else None
-        provider = EmulatorProvider(spec, target, cache=Cache(scratch), sized=sized)
+        provider = emulator_provider(spec, target, cache=Cache(scratch), sized=sized)
         return _op(case, spec, provider, provider.sources())
     if backend == "tiled":
         return make_op(without_kernels(case).spec, None)

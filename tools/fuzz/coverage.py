@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from flashgen.hosts.emulated import Counted
-from flashgen.hosts.emulator_backend import cached_kernel, ragged_kernel
-from flashgen.hosts.gpu_calls import is_by_blocks, is_cached, is_f8
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
-from flashgen.kinds.parts import PARTS
 from flashgen.op.op import AttentionOp
 from tools.fuzz.draws import CallDraw
 from tools.fuzz.inputs import head_dim_of
@@ -25,7 +22,7 @@ def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequenc
         return (f"through {call.door}, {call.dtype}",)
     head_dim = head_dim_of(spec, call)
     if call.eight_bits and not call.cached:
-        of_8_bits = any(is_f8(each.values) for each in counted)
+        of_8_bits = any(each.variant.kind.f8 for each in counted)
         return (f"forward: {'8 bits' if of_8_bits else '8 bits, widened'}",)
     of_parts = f", parts{' in float32' if call.wide else ''}" if call.parts and has_parts(spec) else ""
     plan = op.plan.get(head_dim) if op.plan else None
@@ -38,23 +35,21 @@ def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequenc
         ragged += " of 8 bits" if call.eight_bits else ""
         ragged += of_parts
         return (f"{call.dtype}{ragged}{', repeatable' if call.deterministic else ''}",)
-    symbol = next(source.symbol for source in op.sources if source.head_dim == head_dim)
-    if plan and any(is_by_blocks(each.launches) for each in counted):
+    if plan and any(each.variant.listed is not None for each in counted):
         return (f"forward: by blocks of keys, {', '.join(tiles['forward'].kind[:1])}",)
-    over_cache = [each for each in counted if is_cached(each.values)]
+    over_cache = [each for each in counted if each.variant.kind.cached]
     if plan and over_cache:
-        cached = cached_kernel(spec, head_dim, plan.target, over_cache[0].values)
-        tile, parts = cached.plan.by_element[ElementType(call.dtype)].forward, over_cache[0].values["merges"]
+        ran = over_cache[0].ran.plan
+        tile, parts = ran.by_element[ElementType(call.dtype)].forward, over_cache[0].values["merges"]
         pages = f"{' of 8 bits' if call.eight_bits else ''}{', in pages' if call.page else ''}"
         return (f"forward: cache{pages}{', in parts' if parts else ''}, {tile.warps} warps",)
     if plan and any(each.sequences for each in counted):
-        kernel = ragged_kernel(spec, head_dim, plan.target)
-        tiles, symbol = kernel.plan.of_element(ElementType(call.dtype)), kernel.source.symbol
-    symbol += "_parts" if any(each.launches.operands is PARTS.operands for each in counted) else ""
+        tiles = counted[0].ran.plan.of_element(ElementType(call.dtype))
     found = [f"forward: {', '.join((*(['ragged'] if call.lengths else []), *tiles['forward'].kind))}{of_parts}"]
     for each in counted:
-        names = [launch.kernel.removeprefix(symbol) for launch in each.launches.launches]
-        found += [f"{each.name}: {'lists kept' if kept.kept else 'lists of the call'}" for kept in each.launches.lists]
+        launches = each.ran.launches
+        names = [launch.kernel.removeprefix(each.ran.symbol) for launch in launches.launches]
+        found += [f"{each.name}: {'lists kept' if kept.kept else 'lists of the call'}" for kept in launches.lists]
         if each.name == "backward":
             one_pass = any(name.startswith("_backward") for name in names)
             keys = tiles["backward"]

@@ -112,7 +112,7 @@ def _judge_call(op: AttentionOp, spec: AttentionSpec, case: Case, number: int) -
         values = arguments(spec, call, case.machine.device)
         with recording() as counted:
             own = run(op, spec, values, call)
-        findings = [*_repeats(op, spec, values, call, own, number), *_bytes(op, spec, case, values, counted, number)]
+        findings = [*_repeats(op, spec, values, call, own, number), *_bytes(op, case, values, counted, number)]
         findings += _as_the_op(op, spec, values, call, own, number) if call.door else []
         ran = kinds(op, spec, call, counted)
         if is_second(call, values):
@@ -199,13 +199,11 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def _bytes(
-    op: AttentionOp, spec: AttentionSpec, case: Case, values: Arguments, counted: Sequence[Counted], number: int
-) -> list[Finding]:
+def _bytes(op: AttentionOp, case: Case, values: Arguments, counted: Sequence[Counted], number: int) -> list[Finding]:
     """Bytes that the emulator counted are those that the plan predicts."""
     if case.machine.backend != "emulator" or case.calls[number].parts:
         return []
-    moved = hbm_bytes(op, head_dim_of(spec, case.calls[number]), plain(values.inputs), counted)
+    moved = hbm_bytes(op, plain(values.inputs), counted)
     return [
         Finding("bytes", f"{name}: {each.predicted} predicted, {each.counted} counted", number)
         for name, each in moved.items()

@@ -96,11 +96,11 @@ class SpecCode:
     ``linear``: scores are the dot product but for a factor, with which kernels go on; ``signed``: one of the launch,
     perhaps negative. Maxima are of products times ``direction``, 1 or -1; ``hidden`` stands for the product of a pair
     that is not kept; ``slope`` is the factor. ``is_bounded``: whether weights may be formed before maxima are looked
-    at, None: in every launch. ``score_factor``: of exponential weights, what makes the score, or the dot product, an
-    exponent in base 2; ``top_factor`` the same of a maximum, ``natural_factor`` of a maximum for base e;
-    ``exponent_of_dot`` before what numbers of 8 bits are multiplied by. ``lag_code``: the recipe's lag in units of the
-    score. ``by_score``: a format: what comes through the score, from one of its derivatives; ``by_tangent`` and
-    ``by_weight_tangent`` the same of its tangent and of the weight's.
+    at, None: in every launch; ``bounds_rows``: where they may no lse is extreme. ``score_factor``: of exponential
+    weights, what makes the score, or the dot product, an exponent in base 2; ``top_factor`` the same of a maximum,
+    ``natural_factor`` of a maximum for base e; ``exponent_of_dot`` before what numbers of 8 bits are multiplied by.
+    ``lag_code``: the recipe's lag in units of the score. ``by_score``: a format: what comes through the score, from one
+    of its derivatives; ``by_tangent`` and ``by_weight_tangent`` the same of its tangent and of the weight's.
     ``ahead``: an element that pairs read, which kernels may read before; ``near``: up to which argument scores need no
     special function. ``scaled_weights`` have to be brought into the range of the elements. ``tangent``: forward mode,
     beside o and lse, or its backward pass; ``weight_tangent``: captured values change weights beside what scores
@@ -129,6 +129,7 @@ class SpecCode:
     hidden: str
     slope: str
     is_bounded: str | None
+    bounds_rows: bool
     score_factor: str
     top_factor: str
     natural_factor: str
@@ -141,6 +142,11 @@ class SpecCode:
     ahead: Ahead | None
     near: str | None
     norms: NormCode | None
+
+    def run(self, block: str, others: str, arguments: str, by_bounds: object) -> str:
+        """Runs a block; of one that is for launches that bound scores, or for others, the one that a launch needs."""
+        plain, bounding, free = (f"{block}{argument}{others}.run();" for argument in ("", ", true", ", false"))
+        return f"if (make_launch({arguments}).is_bounded) {bounding}\n  else {free}" if by_bounds else plain
 
 
 @dataclass(frozen=True)
@@ -211,6 +217,8 @@ def spec_code(recipe: Recipe, places: Places, sinks: PlacedSinks) -> SpecCode:
     near = None if recipe.near is None else placement.value("near_bound", recipe.near.bound, Level.LAUNCH)
     condition = recipe.is_bounded
     is_bounded = None if condition is None else placement.value("is_bounded", condition, Level.LAUNCH)
+    # Of wide heads a kernel with both ways spills: 676 bytes at D 256.
+    bounds_rows = condition is not None and sinks.sink is None and variant.head_dim.qk + variant.head_dim.v <= 256
     dot_factor = _dot_factor(variant, placement) if launch is None else f"*= fg::factor_of_scores({launch})"
     hooks = placement.hooks()
     assert len(hooks.members[Level.DIAGONAL]) <= len(recipe.numbers), "the workspace has no room for all"
@@ -239,6 +247,7 @@ def spec_code(recipe: Recipe, places: Places, sinks: PlacedSinks) -> SpecCode:
         hidden="-INFINITY" if launch is None else f"fg::copy_sign(INFINITY, -{launch})",
         slope=c_literal(constant or 1.0) if launch is None else f"{launch} * fg::LN_2",
         is_bounded=is_bounded,
+        bounds_rows=bounds_rows,
         score_factor=score_factor if launch is None else launch,
         top_factor=score_factor if launch is None else f"fg::abs({launch})",
         natural_factor=natural_factor if launch is None else f"fg::abs({launch} * fg::LN_2)",

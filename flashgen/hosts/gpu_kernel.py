@@ -1,0 +1,72 @@
+"""What kernels on GPUs, real or emulated, have in common: what they run for a call, and how they read tensors."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from flashgen.hosts.kernel import ArgumentLayout, Kernel, Prepared, Values, no_other
+from flashgen.hosts.lists import ListCache
+from flashgen.hosts.schedule import (
+    MOST_ELEMENTS,
+    ROW_ALIGNMENT,
+    Compiled,
+    DeviceSize,
+    Schedule,
+    is_readable,
+    schedule,
+    storing,
+)
+from flashgen.ir.spec import HeadDim
+from flashgen.kinds.kind import Kind, PassName
+from flashgen.plan.arguments import stored_field
+
+Lists = TypeVar("Lists")
+# What a pass of a call runs, by values of fields by name.
+Find = Callable[[PassName, Mapping[str, float]], Compiled[Any]]
+
+
+@dataclass(frozen=True)
+class GpuKernel(abc.ABC, Generic[Lists]):
+    """One head dimension on one device. ``find`` gives what a pass runs, for values of fields by name.
+
+    ``most`` bounds the elements that a launch indexes.
+    """
+
+    layout: ArgumentLayout
+    head_dim: HeadDim
+    find: Find
+    size: DeviceSize
+    list_cache: ListCache[Lists] = field(default_factory=ListCache)
+    other: Callable[[Kind], Kernel | None] = no_other
+    elements: tuple[int, ...] = (0, 1, 2)
+    most: int = MOST_ELEMENTS
+    row_alignment: int = ROW_ALIGNMENT
+    stores: bool = True
+    moves: bool = False
+    reads = staticmethod(is_readable)
+
+    @abc.abstractmethod
+    def prepare(self, name: PassName, values: Values) -> Prepared:
+        """As a ``Kernel``'s."""
+
+    def of(self, kind: Kind) -> Kernel | None:
+        return self.other(kind)
+
+    def stored_whole(self, settled: Values) -> frozenset[str]:
+        """Not in parts, of which each would store its own sums, nor by more batch entries in turn than it is worth."""
+        values = storing(self.layout, settled)
+        found, parts = self.scheduled("backward", values)
+        if len(parts.parts) > 1:
+            return frozenset()
+        batch, whole = self.layout.named(values)["batch"], found.launches.whole
+        worth = (name for name, entries in whole.items() if entries is None or batch <= entries)
+        return frozenset(name.removeprefix(stored_field("")) for name in worth)
+
+    def scheduled(self, name: PassName, values: Values) -> tuple[Compiled[Any], Schedule]:
+        """What a pass of a call runs, and with which numbers."""
+        found = self.find(name, self.layout.named(values))
+        eager = self.list_cache.eager
+        return found, schedule(found.launches, self.layout, self.head_dim, values, self.size, self.most, eager=eager)

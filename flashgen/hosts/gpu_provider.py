@@ -1,0 +1,237 @@
+"""The kernels of a spec on GPUs, real or emulated, and what they say of themselves.
+
+In: an ``AttentionSpec``, machines, a package. Out: a ``KernelProvider`` that also answers ``op.plan``, ``op.sources``
+and ``op.explain``, from the very kernels that calls run. Whatever takes time (compiling, loading, asking for a GPU) is
+done when a kernel is first needed, for one pass and element type at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from flashgen.analysis.variant import Variant
+from flashgen.compiler.choice import TileChoices
+from flashgen.compiler.compiled import compiled
+from flashgen.compiler.package.gpu import Packaged, packaged
+from flashgen.emit.kernel_source import KernelSource
+from flashgen.hosts.asked import AskedCall
+from flashgen.hosts.cpu_backend import Package
+from flashgen.hosts.explain_gpu import GpuPass, explain_cache, explain_gpu
+from flashgen.hosts.gpu_calls import (
+    GPU_TANGENTS,
+    GPU_TANGENTS_BACKWARD,
+    check_element,
+    codes_of,
+    has_kernels,
+    is_f8,
+    kernel_variant,
+    kind_of,
+    kind_of_call,
+    launches_of,
+    pins_of_call,
+    with_jvp,
+)
+from flashgen.hosts.kernel import ArgumentLayout, Kernel, call_of
+from flashgen.hosts.machine import KernelKey, Machine, Made
+from flashgen.hosts.schedule import Compiled, schedule
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.ir.types import ElementType
+from flashgen.kinds.cached import CACHED, F8_CACHED
+from flashgen.kinds.dense import DENSE
+from flashgen.kinds.eight_bits import EIGHT_BITS
+from flashgen.kinds.kind import BOTH, Kind, PassName
+from flashgen.plan.explanation import Explanation
+from flashgen.plan.measured import Pins
+from flashgen.plan.plan import CallKind, Part
+from flashgen.targets.gpu.alternatives import tile_of
+from flashgen.targets.gpu.compile import compile_parts
+from flashgen.targets.gpu.lists import cuda_fields
+from flashgen.targets.gpu.tiles import ElementPlan, GpuPlan
+from flashgen.toolchains.nvrtc import NvrtcMissing
+
+
+class GpuProvider:
+    """Kernels for one kind of calls: those that a call starts are compiled when it needs them, with its tiles.
+
+    ``machines`` gives that of a device, by its index, and the current one for None. A package's source runs where a
+    call takes the tiles that it was written with, by its binary if there is one; a source that was edited runs whatever
+    the call. Kernels of dense calls lead to those of all other kinds, which packages do not have. Calls raise
+    ``CudaMissing``, ``NvrtcMissing``, ``UnsupportedGpu``, ``CompileFailed``.
+    """
+
+    takes_tangents: ClassVar[str] = GPU_TANGENTS
+    takes_tangents_backward: ClassVar[str] = GPU_TANGENTS_BACKWARD
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        machines: Callable[[int | None], Machine],
+        *,
+        kind: Kind = DENSE,
+        package: Package | None = None,
+    ) -> None:
+        self.spec, self.machines, self.kind, self.package = spec, machines, kind, package
+        self.kernel = functools.cache(self._kernel)
+        self.choices = functools.cache(self._choices)
+        self.brought = functools.cache(self._brought)
+        self.made = functools.cache(self._made)
+        self.other = functools.cache(lambda kind: GpuProvider(spec, machines, kind=kind))
+
+    def __call__(self, head_dim: HeadDim, index: int) -> Kernel:
+        return self.kernel(head_dim, self.machines(index))
+
+    def of_spec(self, spec: AttentionSpec) -> GpuProvider:
+        """The same of another spec, dense, which no package has."""
+        return GpuProvider(spec, self.machines)
+
+    def of_call(
+        self, head_dim: HeadDim, machine: Machine, name: PassName, values: Mapping[str, float]
+    ) -> tuple[Made[Any], tuple[str, ...]]:
+        """What a pass of a call runs, and why it has these tiles."""
+        element, shape = call_of(values)
+        if self.kind.cached:
+            pins = pins_of_call(compiled(self.variant(head_dim), machine.target), element, values)
+        else:
+            pins = self.pins(head_dim, machine, element, shape)
+        return self._of_pins(head_dim, machine, element, name, kind_of(name, values), pins)
+
+    def pins(self, head_dim: HeadDim, machine: Machine, element: ElementType, shape: Shape | None = None) -> Pins:
+        """The tiles of calls of a shape, but those over caches, which go by their rows."""
+        at, choices = machine.shape_of(shape), self.choices(head_dim, machine)
+        return choices.usual(element) if at is None else choices.of_call(element, at)
+
+    def variant(self, head_dim: HeadDim) -> Variant:
+        """What the kernels compute."""
+        return kernel_variant(self.spec, head_dim, self.kind)
+
+    def plans(self) -> Mapping[HeadDim, GpuPlan]:
+        """By head dimension, for the current device: what runs where tiles do not go by a call's shape.
+
+        It is said of calls without dropout that need not repeat. Registers are known when a kernel was compiled, so
+        that for a GPU every element type is compiled.
+        """
+        return {each: self._plan(each) for each in self.spec.head_dims}
+
+    def sources(self) -> tuple[KernelSource, ...]:
+        """Every text that the plans' kernels are compiled from."""
+        found = (made.source for each in self.spec.head_dims for _, _, made, _ in self._usual(each))
+        return tuple({(source.name, source.text): replace(source, defines=()) for source in found}.values())
+
+    def explain(self, name: str, asked: AskedCall) -> Explanation:
+        """One call."""
+        if is_f8(asked.values) and self.kind is not EIGHT_BITS:
+            return self.other(EIGHT_BITS).explain(name, asked)
+        machine = self.machines(asked.index)
+        passes = {each: self._explained(machine, each, asked) for each in self.kind.passes}
+        told = explain_gpu(name, machine, asked, passes)
+        return with_jvp(told, self.spec, asked.head_dim, machine.target, asked)
+
+    def explain_cached(self, name: str, asked: AskedCall) -> Explanation:
+        """One call over a cache."""
+        own, machine = self.other(kind_of_call(CACHED, asked.values)), self.machines(asked.index)
+        return explain_cache(name, machine, asked, own._explained(machine, "forward", asked))
+
+    def _explained(self, machine: Machine, name: PassName, asked: AskedCall) -> GpuPass:
+        """The launches of a pass in their order; those of a divided call one part after another."""
+        made, reasons = self.of_call(asked.head_dim, machine, name, asked.values)
+        launches = launches_of(made.plan, made.source.symbol, asked.element, name, asked.values)
+        layout = ArgumentLayout(cuda_fields(made.plan.recipe))
+        found = schedule(launches, layout, asked.head_dim, layout.values(asked.values), machine.size)
+        steps = [step for part in found.parts for step in part.steps]
+        return GpuPass(made.plan, steps, {said.name: said for said in made.resources}, reasons, launches.splits)
+
+    def _of_pins(
+        self, head_dim: HeadDim, machine: Machine, element: ElementType, name: PassName, calls: CallKind, pins: Pins
+    ) -> tuple[Made[Any], tuple[str, ...]]:
+        own = pins.of_pass(name)
+        made = self.made(KernelKey(self.variant(head_dim), element, name, calls, own), machine)
+        return made, made.why or own.reasons
+
+    def _usual(self, head_dim: HeadDim) -> Iterator[tuple[ElementType, PassName, Made[Any], tuple[str, ...]]]:
+        machine = self.machines(None)
+        for element in compiled(self.variant(head_dim), machine.target).plan.by_element:
+            pins = self.pins(head_dim, machine, element)
+            for name in BOTH:
+                yield element, name, *self._of_pins(head_dim, machine, element, name, CallKind(), pins)
+
+    def _plan(self, head_dim: HeadDim) -> GpuPlan:
+        """The tiles of each pass and element type, from the plans that they were compiled by."""
+        plans: dict[ElementType, dict[PassName, GpuPlan]] = {}
+        said: dict[str, None] = {}
+        for element, name, made, reasons in self._usual(head_dim):
+            plans.setdefault(element, {})[name] = made.plan
+            said |= dict.fromkeys((*made.plan.reasons, *reasons))
+        elements = []
+        for element, passes in plans.items():
+            forward, backward = (passes[name].by_element[element] for name in BOTH)
+            elements.append(ElementPlan(element, forward.forward, backward.backward, backward.queries))
+        every = [plan for passes in plans.values() for plan in passes.values()]
+        rejected = dict.fromkeys(lost for plan in every for lost in plan.rejected)
+        return replace(every[0], elements=tuple(elements), reasons=tuple(said), rejected=tuple(rejected))
+
+    def _kernel(self, head_dim: HeadDim, machine: Machine) -> Kernel:
+        brought = self.brought(head_dim, machine)
+        plan = compiled(self.variant(head_dim), machine.target).plan if brought is None else brought.plan
+        is_edited = brought is not None and brought.edited != ""
+
+        def find(name: PassName, values: Mapping[str, float]) -> Compiled[Any]:
+            own = self if kind_of_call(self.kind, values) is self.kind else self.other(F8_CACHED)
+            made, _ = own.of_call(head_dim, machine, name, values)
+            launches = launches_of(made.plan, made.source.symbol, call_of(values)[0], name, values)
+            return Compiled(made.binary(frozenset(launches.kernels)), launches, made.plan, made.source.symbol)
+
+        @functools.cache
+        def other(kind: Kind) -> Kernel | None:
+            is_there = self.kind is DENSE and has_kernels(kind, self.spec, head_dim, machine.target)
+            return (
+                self.other(kind).kernel(head_dim, machine) if is_there and not (is_edited and kind.stands_in) else None
+            )
+
+        kernel = replace(machine.kernel(ArgumentLayout(cuda_fields(plan.recipe)), head_dim, find), other=other)
+        return kernel if plan.recipe.variant.tangent is None else replace(kernel, elements=codes_of(plan))
+
+    def _choices(self, head_dim: HeadDim, machine: Machine) -> TileChoices[Any, Any]:
+        """Parts and slices are dense calls but for what they write; what was measured of tiles is of these."""
+        if not self.kind.by_lengths:
+            return TileChoices(self.variant(head_dim), machine.gpu, by_length=False)
+        return machine.choices(kernel_variant(self.spec, head_dim))
+
+    def _brought(self, head_dim: HeadDim, machine: Machine) -> Packaged | None:
+        return None if self.package is None else packaged(*self.package, self.variant(head_dim), machine.target)
+
+    def _made(self, key: KernelKey, machine: Machine) -> Made[Any]:
+        brought = self.brought(key.variant.head_dim, machine)
+        if brought is not None and key.element in brought.plan.by_element:
+            if brought.edited:
+                why = f"'{brought.edited}' was edited, and runs as it stands"
+                return _as_packaged(brought, key.part, why)
+            wanted = getattr(key.pins, key.name)
+            if wanted is None or wanted == tile_of(brought.plan.by_element[key.element], key.name):
+                return _as_packaged(brought, key.part)
+        check_element(compiled(key.variant, machine.target, key.pins).plan, key.element)
+        try:
+            return machine.make(key)
+        except NvrtcMissing as error:
+            if brought is None or brought.image(key.part) is None:
+                raise
+            why = f"{key.name}: the binary of the package, because other tiles cannot be compiled: {error}"
+            return _as_packaged(brought, key.part, why)
+
+
+def _as_packaged(brought: Packaged, part: Part, *why: str) -> Made[Any]:
+    image = brought.image(part)
+    if image is not None:
+        return Made(brought.plan, brought.source, lambda _: image, brought.resources, why)
+    try:
+        binary = compile_parts(brought.source, brought.plan, part, brought.source.target)
+    except NvrtcMissing as error:
+        if not (brought.images and part.calls.repeatable):
+            raise
+        raise NvrtcMissing(
+            f"{error}; the package has no binary for deterministic gradients, which flashgen build --deterministic adds"
+        ) from None
+    return Made(brought.plan, brought.source, lambda _: binary.parts[part].path, binary.kernels, why)
