@@ -2,7 +2,7 @@
 
 Stage: analyse and after (planner, ``flashgen show``). In: the condition under which a pair is kept, and ``Boxes``, or a
 tile. Out: a code for each box, or a class. Tiles that ranges leave open are cut where ``pieces.py`` says. Generated
-kernels take the same steps, printed over ``templates/primitives/ranges.h``, and come to the same classes: tests
+kernels take the same steps, printed over ``templates/include/flashgen/ranges.h``, and come to the same classes: tests
 compare.
 """
 

@@ -3,7 +3,7 @@
 Stage: analyse and after. In: a mask over positions alone, and the ranges of a tile. Out: whether ranges decide such a
 mask anyway (``is_decided``), and where the tile is cut: at the blocks of the mask, then at multiples of powers of two.
 A tile that holds parts of several blocks, or several rows of an image, is exactly what its parts are. ``boxes.py``
-follows the cuts, and so do GPU kernels (``templates/cuda/primitives/pieces.cuh``), which would have to load a tile to
+follows the cuts, and so do GPU kernels (``templates/include/flashgen/pieces.cuh``), which would have to load a tile to
 look at its pairs. A tile is cut only so often; what is open then counts as PARTIAL. Masks that read captured tensors
 are not cut: what is known of rows and columns is known of sixteen at a time.
 """

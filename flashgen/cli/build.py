@@ -128,4 +128,4 @@ def _print(result: BuildResult, *, check: bool) -> None:
     counted = f"{len(result.files)} files, {len(result.changed)} changed, {result.size / 1e3:.0f} kB"
     click.echo(f"{result.name}: {result.folder} ({counted}, {result.seconds:.2f} s)")
     for file in result.files:
-        click.echo(f"  {file.name}")
+        click.echo(f"  {file.relative_to(result.folder)}")

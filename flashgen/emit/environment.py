@@ -2,7 +2,6 @@
 
 import functools
 import sys
-from pathlib import Path
 
 import jinja2
 from jinja2.bccache import Bucket
@@ -12,11 +11,6 @@ from flashgen.store.shipped import shipped
 
 _EXTENSIONS = ("jinja2.ext.do",)
 _FILE = "template.bin"
-
-
-def templates_folder() -> Path:
-    """Where the templates are."""
-    return shipped("templates")
 
 
 class _Compiled(jinja2.BytecodeCache):
@@ -43,7 +37,7 @@ def _key(bucket: Bucket) -> str:
 def environment() -> jinja2.Environment:
     """Templates render the same bytes for the same context: no autoescape, no trailing blanks, no silent names."""
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(templates_folder()),
+        loader=jinja2.FileSystemLoader(shipped("templates")),
         undefined=jinja2.StrictUndefined,
         autoescape=False,
         trim_blocks=False,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from flashgen.ir.spec import HeadDim
+from flashgen.store.headers import Headers, in_one
 
 PARTS = ("forward", "backward", "ragged")
 
 
 @dataclass(frozen=True)
 class KernelSource:
-    """Self-contained text. ``symbol`` prefixes its exported functions; ``defines`` are the plan's macros."""
+    """A text, and ``headers`` that it includes. ``symbol`` prefixes its functions; ``defines`` are a plan's macros."""
 
     file_name: str
     target: str
@@ -19,11 +20,17 @@ class KernelSource:
     head_dim: HeadDim
     text: str
     defines: tuple[tuple[str, str], ...]
+    headers: Headers = ()
 
     @property
     def name(self) -> str:
         """That of the file in a generated package, less its suffix."""
         return self.file_name.rpartition(".")[0]
+
+    @property
+    def whole(self) -> str:
+        """The text with its headers in the place of their includes."""
+        return in_one(self.file_name, self.text, self.headers)
 
     def of_part(self, part: str) -> KernelSource:
         """The same for a CPU's library that has one of ``PARTS`` alone."""

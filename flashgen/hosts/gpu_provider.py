@@ -176,7 +176,7 @@ class GpuProvider:
     def _kernel(self, head_dim: HeadDim, machine: Machine) -> Kernel:
         brought = self.brought(head_dim, machine)
         plan = compiled(self.variant(head_dim), machine.target).plan if brought is None else brought.plan
-        is_edited = brought is not None and brought.is_edited
+        is_edited = brought is not None and brought.edited != ""
 
         def find(name: PassName, values: Mapping[str, float]) -> Compiled[Any]:
             own = self if kind_of_call(self.kind, values) is self.kind else self.other(F8_CACHED)
@@ -206,8 +206,8 @@ class GpuProvider:
     def _made(self, key: KernelKey, machine: Machine) -> Made[Any]:
         brought = self.brought(key.variant.head_dim, machine)
         if brought is not None and key.element in brought.plan.by_element:
-            if brought.is_edited:
-                why = f"'{brought.source.file_name}' was edited, and runs as it stands"
+            if brought.edited:
+                why = f"'{brought.edited}' was edited, and runs as it stands"
                 return _as_packaged(brought, key.part, why)
             wanted = getattr(key.pins, key.name)
             if wanted is None or wanted == tile_of(brought.plan.by_element[key.element], key.name):

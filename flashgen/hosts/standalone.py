@@ -1,7 +1,7 @@
 """Kernels of GPUs that no spec shapes: a source of ``templates/cuda`` each, compiled when it is first launched.
 
-In: the name of a source, which has one kernel, ``fg_<name>``, over some of the primitives; a struct of arguments. Out:
-its launch on PyTorch's current stream.
+In: the name of a source, which has one kernel, ``fg_<name>``; a struct of arguments. Out: its launch on PyTorch's
+current stream.
 """
 
 from __future__ import annotations
@@ -13,35 +13,23 @@ from typing import Any
 
 import torch
 
+from flashgen.store.headers import Text, headers_of
 from flashgen.store.shipped import shipped
 
 ROWS = 8  # of a block, a warp each
 
 
 @dataclass(frozen=True)
-class Text:
-    """The source, on its own."""
-
-    name: str
-    text: str
-    defines: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True)
 class Standalone:
-    """One of them, and the ``primitives`` that stand before it, without what they include."""
+    """One of them."""
 
     name: str
-    primitives: tuple[str, ...]
 
     @functools.cached_property
     def source(self) -> Text:
-        """With the primitives that it takes."""
-        folder = shipped("templates") / "cuda"
-        files = (*(folder / "primitives" / each for each in self.primitives), folder / f"{self.name}.cu")
-        text = "\n".join(each.read_text(encoding="utf-8") for each in files)
-        lines = (line for line in text.splitlines() if not line.startswith(("#pragma once", '#include "')))
-        return Text(self.name, "\n".join(lines) + "\n")
+        """What is compiled."""
+        text = (shipped("templates") / "cuda" / f"{self.name}.cu").read_text(encoding="utf-8")
+        return Text(self.name, text, headers_of(text))
 
     def launch(self, index: int, arguments: ctypes.Structure, rows: int) -> None:
         """Start a warp for each of so many rows on a device. Raises ``CudaMissing`` where nothing can be launched."""

@@ -1,7 +1,7 @@
 """Tensor maps: how tensor copies (TMA, cp.async.bulk.tensor) find boxes of q, k, v and d_o in global memory.
 
 In: a ``Box`` of a launch (``plan/launches.py``) and the values of ``struct Arguments``. Out: a ``TensorMap``, and its
-bytes for a kernel: ``struct TensorMap`` of ``templates/cuda/primitives/tensor_copies.cuh``, of which the first 128 are
+bytes for a kernel: ``struct TensorMap`` of ``templates/include/flashgen/tensor_copies.cuh``, of which the first 128 are
 the driver's (``driver_maps.py``) or the emulator's. Nothing here imports torch.
 
 A tensor [B, H, N, D] of any strides becomes one of three dimensions: elements of a row, rows, and slabs. Slabs are as
@@ -36,7 +36,7 @@ _TYPES = {1: 0, 2: 1}
 BYTES, WORD_BYTES = 192, 128  # of a map as a kernel takes it, and of what is the driver's
 PARAMETER_ALIGNMENT = 64  # of maps among the parameters of a kernel
 MOST_REMEMBERED = 64  # parameters of one launch
-END = 1 << 30  # templates/cuda/primitives/sequence_copies.cuh says the same
+END = 1 << 30  # templates/include/flashgen/sequence_copies.cuh says the same
 _END_STRIDE = (1 << 64) // END
 _MANY = (1 << 31) - (1 << 16)  # more than END, and than all rows
 _DIMENSIONS = 5

@@ -14,16 +14,13 @@ from typing import Protocol
 from flashgen.ir.expr import Expr
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.text import text
+from flashgen.store.headers import Source
 
 DIGITS = 16
 
 
-class KernelText(Protocol):
+class KernelText(Source, Protocol):
     """What an op keeps of each generated source: ``KernelSource`` and anything of the same shape."""
-
-    @property
-    def name(self) -> str:
-        """The name of the file, without its suffix."""
 
     @property
     def symbol(self) -> str:
@@ -34,19 +31,15 @@ class KernelText(Protocol):
         """The head dimension that it is for."""
 
     @property
-    def text(self) -> str:
-        """The whole source."""
-
-    @property
-    def defines(self) -> tuple[tuple[str, str], ...]:
-        """Macros and their values."""
+    def whole(self) -> str:
+        """The text with its headers in the place of their includes."""
 
 
 def fingerprint(spec: AttentionSpec, kind: str, sources: Sequence[KernelText]) -> str:
     """A hash over all that decides what an operator computes and how."""
     digest = hashlib.sha256(f"{kind} {canonical(spec)}".encode())
     for source in sources:
-        digest.update(f"{source.name} {source.defines} {source.text}".encode())
+        digest.update(f"{source.name} {source.defines} {source.whole}".encode())
     return digest.hexdigest()[:DIGITS]
 
 

@@ -2,7 +2,7 @@
 
 Stage: IR. In: ranges of arguments. Out: a range that holds every value that any backend can compute.
 Never wrong; where nothing is known the range is wide. The rules on floats are in ``interval_float.py``; comparisons,
-``where`` and ``hull`` here take every type. ``templates/primitives/ranges.h`` is the same in C++. Does NOT know
+``where`` and ``hull`` here take every type. ``templates/include/flashgen/ranges.h`` is the same in C++. Does NOT know
 expressions (``analysis/bounds.py``).
 """
 

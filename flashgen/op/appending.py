@@ -30,7 +30,7 @@ from flashgen.op.registration import library
 from flashgen.op.sharing import check_caches
 from flashgen.op.signature import ELEMENTS
 
-KERNEL = Standalone("append", ("instructions.cuh", "types.cuh"))
+KERNEL = Standalone("append")
 _ROUNDED = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _OPERATOR = "append_rows"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from flashgen.hosts.standalone import Standalone
 from flashgen.op.lengths import Lengths
 
-KERNEL = Standalone("clear_behind", ("instructions.cuh",))
+KERNEL = Standalone("clear_behind")
 WARPS = 256  # that share the rows of a tensor
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from flashgen.hosts.standalone import Standalone
 
 LOG2_E = 1.0 / math.log(2.0)
-KERNEL = Standalone("add_part", ("instructions.cuh", "updates.cuh"))
+KERNEL = Standalone("add_part")
 
 
 @dataclass(frozen=True)

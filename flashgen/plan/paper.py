@@ -3,8 +3,8 @@
 In: the SRAM size M, lengths and head dimensions, all in elements as the paper counts them. Out: elements. The closed
 forms are those of the algorithms as written (Dao, Fu, Ermon, Rudra, Ré, "FlashAttention", NeurIPS 2022,
 arXiv 2205.14135), and of the one that B.5 of that paper compares with (Rabe, Staats, "Self-attention does not need
-O(n²) memory", arXiv 2112.05682); tests compare them with what ``tools.paper`` counts: HBM accesses,
-flops of the matrix products, and memory beside inputs and outputs.
+O(n²) memory", arXiv 2112.05682); tests compare them with what ``tools.paper`` counts: HBM accesses and flops of the
+matrix products. ``tools/paper/forms.py`` has those that nothing of flashgen asks for.
 """
 
 from __future__ import annotations
@@ -161,29 +161,6 @@ def _summarized(lengths: Lengths, blocks: BlockSizes) -> int:
     return 4 * pairs + by_columns * (each.qk + each.v + 2) + by_rows * (each.qk + each.v)
 
 
-def standard_memory(lengths: Lengths) -> int:
-    """Beside inputs and outputs: S and P forward; backward dP and dS beside those."""
-    return 2 * lengths.heads * lengths.q_len * lengths.kv_len
-
-
-def flash_memory(lengths: Lengths) -> int:
-    """Beside inputs and outputs: ℓ and m, Theorem 1's O(N); the backward pass takes nothing more."""
-    return 2 * lengths.heads * lengths.q_len
-
-
-def rabe_staats_memory(lengths: Lengths, blocks: BlockSizes, *, backward: bool = False) -> int:
-    """Beside inputs and outputs: ℓ and m, one chunk's matrices, the summaries of one chunk of queries.
-
-    A query's summaries are O(√N) with √N keys in a chunk. Backward one summary, its gradients, and those of the sums.
-    """
-    each = lengths
-    Br, Bc = min(blocks.Br, each.q_len), min(blocks.Bc, each.kv_len)
-    summary = Br * (each.v + 2)
-    if backward:
-        return 4 * Br * Bc + summary + 2 * Br * (each.v + 1)
-    return 2 * each.heads * each.q_len + 2 * Br * Bc + -(-each.kv_len // blocks.Bc) * summary
-
-
 def forward_flops(lengths: Lengths) -> int:
     """Of the matrix products QKᵀ and PV of every exact algorithm, without a mask."""
     return 2 * lengths.heads * lengths.q_len * lengths.kv_len * (lengths.qk + lengths.v)
@@ -202,11 +179,6 @@ def flash_backward_flops(lengths: Lengths) -> int:
 def kernel_flops(lengths: Lengths, name: str) -> int:
     """Of our kernels, which form S again backward, as Algorithm 4 does."""
     return forward_flops(lengths) if name == "forward" else flash_backward_flops(lengths)
-
-
-def rabe_staats_backward_flops(lengths: Lengths) -> int:
-    """The same, and S and every chunk's output again, which FlashAttention has no need of (B.5)."""
-    return standard_backward_flops(lengths) + forward_flops(lengths)
 
 
 def lower_bound(lengths: Lengths) -> int:

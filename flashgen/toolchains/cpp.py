@@ -1,6 +1,6 @@
 """Stage 5, compile: C++ source to a shared library, by the system's compiler, through the cache.
 
-In: a ``KernelSource`` (self-contained text). Out: a ``Binary``, the path of a library fit for this
+In: a ``KernelSource`` without headers. Out: a ``Binary``, the path of a library fit for this
 machine's CPU. The key of an entry is the sha256 of the source, the flags, the compiler's identity and the
 CPU's features, so that a cache folder can be shared between machines. Nothing here imports torch.
 """
@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from flashgen.store.cache import Cache, key_of
 from flashgen.store.compiling import compiling
+from flashgen.store.headers import Source
 
 REQUIRED_FLAGS = ("-std=c++17", "-O2", "-fwrapv", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 THIS_CPU = "-march=native"
@@ -36,22 +36,6 @@ _INSTALL = (
     "Install one (Debian: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install) or set CXX."
 )
 _VERSION_SECONDS = 60.0
-
-
-class Source(Protocol):
-    """What is compiled: ``KernelSource`` and anything of the same shape."""
-
-    @property
-    def name(self) -> str:
-        """A file name without its suffix, for logs and messages."""
-
-    @property
-    def text(self) -> str:
-        """The whole source."""
-
-    @property
-    def defines(self) -> tuple[tuple[str, str], ...]:
-        """Macros and their values."""
 
 
 @dataclass(frozen=True)

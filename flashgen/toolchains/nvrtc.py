@@ -1,8 +1,8 @@
 """Stage 5, compile for GPUs: CUDA source to a binary for one architecture, by NVRTC, through the cache, without a GPU.
 
 In: a ``KernelSource`` and a target such as ``sm_80``. Out: a ``CudaBinary``: the path of a cubin, and what each of its
-kernels takes of a multiprocessor. The key of an entry is the sha256 of the source, the options and NVRTC's version.
-NVRTC is reached through CuPy, whose own compile call would refuse some targets. Nothing here imports torch.
+kernels takes of a multiprocessor. The key of an entry is the sha256 of the source, all of its headers, the options and
+NVRTC's version. CuPy has the binding; its own compile call would refuse some targets. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from flashgen.store.cache import Cache, key_of
 from flashgen.store.compiling import compiling
-from flashgen.toolchains.cpp import CompileFailed, CompilerMissing, Source
+from flashgen.store.headers import Headers, Source, in_one
+from flashgen.toolchains.cpp import CompileFailed, CompilerMissing
 
 OPTIONS = ("-std=c++17", "--ptxas-options=-v", "-diag-suppress=177")  # not every spec uses every primitive
 INSTALL = "pip install 'flashgen[cuda13]', or flashgen[cuda12] where the driver knows no CUDA 13"
@@ -66,21 +67,29 @@ class NvrtcMissing(CompilerMissing):
     """NVRTC cannot be used; the message says what to install."""
 
 
-def is_compiled(source: Source, target: str) -> bool:
+class CudaSource(Source, Protocol):
+    """What is compiled: ``KernelSource`` and anything of the same shape."""
+
+    @property
+    def headers(self) -> Headers:
+        """All that the text includes."""
+
+
+def is_compiled(source: CudaSource, target: str) -> bool:
     """Whether the cache has it. Raises ``NvrtcMissing``."""
     return Cache.default().find(_key(source, _options(source, target)), _CUBIN, _LOG) is not None
 
 
-def _options(source: Source, target: str) -> tuple[str, ...]:
+def _options(source: CudaSource, target: str) -> tuple[str, ...]:
     newer = _OPTIONS_SINCE_13 if int(find_nvrtc()[1].partition(".")[0]) >= 13 else ()
     return (f"-arch={target}", *OPTIONS, *newer, *(f"-D{name}={value}" for name, value in source.defines))
 
 
-def _key(source: Source, options: tuple[str, ...]) -> str:
-    return key_of(source.text, *options, find_nvrtc()[1])
+def _key(source: CudaSource, options: tuple[str, ...]) -> str:
+    return key_of(source.text, *(each for header in source.headers for each in header), *options, find_nvrtc()[1])
 
 
-def compile_cuda(source: Source, target: str, *, cache: Cache | None = None, part: str = "") -> CudaBinary:
+def compile_cuda(source: CudaSource, target: str, *, cache: Cache | None = None, part: str = "") -> CudaBinary:
     """Compile a source, or take it from the cache. ``part`` tells people which of its kernels are left in.
 
     Raises ``NvrtcMissing``, and ``CompileFailed`` where NVRTC refuses the source or the target.
@@ -97,7 +106,7 @@ def compile_cuda(source: Source, target: str, *, cache: Cache | None = None, par
         try:
             path = cache.fetch(key, _CUBIN, lambda: _build(nvrtc, source, options, shown), _LOG, what=shown)
         except CompileFailed as failure:
-            folder = cache.keep(key, {f"{source.name}.cu": source.text.encode(), _LOG: failure.log.encode()})
+            folder = cache.keep(key, {**_shown(source), _LOG: failure.log.encode()})
             kept = "" if folder is None else f"\nsource and log: {folder}"
             raise CompileFailed(f"{failure}{kept}", failure.log) from None
     log = (path.parent / _LOG).read_text(encoding="utf-8")
@@ -138,10 +147,10 @@ def compiler_name() -> str:
     return f"NVRTC {find_nvrtc()[1]}"
 
 
-def _build(nvrtc: Any, source: Source, options: tuple[str, ...], shown: str) -> dict[str, bytes]:
+def _build(nvrtc: Any, source: CudaSource, options: tuple[str, ...], shown: str) -> dict[str, bytes]:
     """The files of an entry."""
     with _LOCK, compiling(shown, "NVRTC"):
-        program = nvrtc.createProgram(source.text, f"{source.name}.cu", (), ())
+        program = created(nvrtc, source)
         try:
             nvrtc.compileProgram(program, options)
             # CuPy takes the last byte of an ELF file, which is 0, for the end of a string and drops it.
@@ -154,4 +163,15 @@ def _build(nvrtc: Any, source: Source, options: tuple[str, ...], shown: str) -> 
             ) from None
         finally:
             nvrtc.destroyProgram(program)
-    return {_CUBIN: cubin, f"{source.name}.cu": source.text.encode(), _LOG: log.encode()}
+    return {_CUBIN: cubin, **_shown(source), _LOG: log.encode()}
+
+
+def created(nvrtc: Any, source: CudaSource) -> Any:
+    """A program of NVRTC, not yet compiled."""
+    names, texts = ([each[n].encode() for each in source.headers] for n in (0, 1))
+    return nvrtc.createProgram(source.text, f"{source.name}.cu", texts, names)
+
+
+def _shown(source: CudaSource) -> dict[str, bytes]:
+    """The file of an entry for people to read: the source with its headers."""
+    return {f"{source.name}.cu": in_one(f"{source.name}.cu", source.text, source.headers).encode()}

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import IO
 
 from flashgen.store.cache import Cache
-from flashgen.toolchains.cpp import Source, available_cores
-from flashgen.toolchains.nvrtc import CudaBinary, compile_cuda, is_compiled
+from flashgen.toolchains.cpp import available_cores
+from flashgen.toolchains.nvrtc import CudaBinary, CudaSource, compile_cuda, is_compiled
 
 _MOST_PARTS = 256  # a number is one byte, so that no reader gets half of it
 _HELPER = f"import sys; from {__name__} import help_with; help_with(*map(int, sys.argv[1:]))"
 
 
-def compile_cuda_parts(parts: Mapping[str, Source], target: str) -> tuple[CudaBinary, ...]:
+def compile_cuda_parts(parts: Mapping[str, CudaSource], target: str) -> tuple[CudaBinary, ...]:
     """Compile parts of a source, begun in the order given, or take them from the cache.
 
     Raises as ``compile_cuda`` does, for one of the parts that cannot be compiled.
@@ -44,7 +44,7 @@ def _shares_cache() -> bool:
     return not cache.doubt() and not cache.hindrance()
 
 
-def _fill_cache(parts: list[tuple[str, Source, str]], helpers: int) -> None:
+def _fill_cache(parts: list[tuple[str, CudaSource, str]], helpers: int) -> None:
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(tempfile.TemporaryFile())
         pickle.dump(parts, file)
@@ -87,7 +87,7 @@ def help_with(numbers: int, parent: int) -> None:
         _take_parts(parts, numbers, parent)
 
 
-def _take_parts(parts: list[tuple[str, Source, str]], numbers: int, parent: int | None = None) -> None:
+def _take_parts(parts: list[tuple[str, CudaSource, str]], numbers: int, parent: int | None = None) -> None:
     """Until none is left, one cannot be compiled, or nobody waits for them."""
     try:
         while number := os.read(numbers, 1):

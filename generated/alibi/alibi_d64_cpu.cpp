@@ -1120,7 +1120,7 @@ FG_SCALAR_BY_VECTOR_2(pow)
 
 }  // namespace fg
 
-// What templates/primitives is written over, for CPUs: the standard library.
+// What ranges.h is written over, for CPUs: the standard library.
 
 #define FG_FUNCTION inline
 
@@ -1137,8 +1137,8 @@ namespace standard = std;
 // The same rules, by the same names, stand in flashgen/ir/interval.py and interval_float.py; a test compares the two.
 //
 // One text for CPUs and GPUs: what it is included after says what a function is there (FG_FUNCTION) and has the part of
-// the standard library that compilers for GPUs lack (fg::standard): cpu/primitives/standard.h,
-// cuda/primitives/standard.cuh. Functions of doubles are those of C. C++17.
+// the standard library that compilers for GPUs lack (fg::standard): templates/cpu/primitives/standard.h, standard.cuh.
+// Functions of doubles are those of C. C++17.
 
 namespace fg::ranges {
 

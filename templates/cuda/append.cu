@@ -1,6 +1,8 @@
 // Appends new rows of keys and values to caches: a warp a row. flashgen/op/appending.py says what the fields are.
 // The rows of sequence b begin behind those that it has, in its entry of a cache, or in pages that a table names. Rows whose place does
 // not lie within the cache are written nowhere.
+#include "flashgen/types.cuh"
+
 struct Appended {
   const void* from;
   void* to;

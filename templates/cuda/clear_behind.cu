@@ -1,5 +1,7 @@
 // Writes zeros to rows behind the last sequence of a ragged batch: a warp a row of a head, in turns.
 // flashgen/op/behind.py says what the fields are.
+#include "flashgen/instructions.cuh"
+
 struct Behind {
   void* at;
   const int32_t* end;  // the row behind the last sequence

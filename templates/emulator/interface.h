@@ -1,6 +1,6 @@
 // The border between the two sides of the emulator, which are compiled apart.
 //
-//   kernel/    pasted into the generated source: CUDA's words and the names of layer 1, each of which calls a Machine
+//   kernel/    pasted before the generated source: CUDA's words and the names of layer 1, each of which calls a Machine
 //   machine/   one library for all kernels: fibers, memories, barriers, matrix units, counts; it sees no kernel's types
 //
 // Contract: both sides are compiled by the same compiler from the same text of this file. Everything that crosses is

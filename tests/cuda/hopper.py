@@ -54,14 +54,14 @@ def changed(name: str, text: str, pass_name: str, old: str, new: str, *, count: 
     """
     kernel = emitted_for(text)
     source = kernel.source
-    forward, mark, backward = source.text.partition("// ---- Backward")
+    forward, mark, backward = source.whole.partition("// ---- Backward")
     part, found = re.subn(old, new, forward if pass_name == "forward" else backward)
     assert mark
     assert found == count
     # Of a pass its own kernels alone: a compiler takes as long for those of the others, which stay what they were.
     sources = {pass_name: part if pass_name == "forward" else forward + mark + part}
     if pass_name == "backward":
-        sources["forward"] = source.text
+        sources["forward"] = source.whole
 
     @functools.cache
     def program(which: PassName, kernels: frozenset[str]) -> Program:

@@ -69,7 +69,7 @@ def name_of(case: Case) -> str:
 @functools.cache
 def source() -> str:
     """All of them in one file."""
-    return "\n".join([*primitives(dropout=False), _SUPPORT, *map(_code, CASES)])
+    return "\n".join([primitives(), _SUPPORT, *map(_code, CASES)])
 
 
 @functools.cache

@@ -257,8 +257,8 @@ def test_mistakes_in_a_kernel_that_was_right(name: str) -> None:
     target, head_dim = GPUS["sm_90a"], spec.head_dims[0]
     variant = kernel_variant(spec, head_dim, BY_BLOCKS)
     kernel = compiled(variant, target)
-    assert kernel.source.text.count(old) == 1
-    program = compile_program(kernel.source.text.replace(old, new), name=kernel.source.name)
+    assert kernel.source.whole.count(old) == 1
+    program = compile_program(kernel.source.whole.replace(old, new), name=kernel.source.name)
     planted = planted_kernel(kernel, ElementType.BF16, lambda *_: program)
     provider: Any = emulator_provider(spec, target)
     named = replace(spec, name=f"by_blocks_planted_{list(MISTAKES).index(name)}")

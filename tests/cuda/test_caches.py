@@ -209,7 +209,7 @@ def changed(name: str, *changes: tuple[str, str], kind: Planted = ONE_BY_ONE, ap
     ``apart``: a kernel of its own merges parts.
     """
     spec, kernel = emitted(kind)
-    text = kernel.source.text
+    text = kernel.source.whole
     for old, new in changes:
         assert squeezed(text).count(squeezed(old)) == 1, old
         text = planted(text, old, new)
@@ -420,7 +420,7 @@ def test_what_keeps_kernels_inside_is_needed(bad: str, monkeypatch: pytest.Monke
 def test_other_kernels_know_of_no_caches(target: str) -> None:
     spec, _ = emitted(ONE_BY_ONE)
     for rows in (DENSE, RAGGED):
-        text = compiled(kernel_variant(spec, spec.head_dims[0], rows), GPUS[target]).source.text
+        text = compiled(kernel_variant(spec, spec.head_dims[0], rows), GPUS[target]).source.whole
         assert not any(word in text for word in ("CachedRows", "block_table", "merge", "splits"))
 
 

@@ -12,11 +12,12 @@ from flashgen.analysis.variant import analyse
 from flashgen.ir.types import ElementType
 from flashgen.kinds.ragged import RAGGED
 from flashgen.language import parse_file
+from flashgen.store.headers import Text, headers_of
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.primitives import primitives
 from flashgen.targets.gpu.registers import HARMLESS_SPILL
 from flashgen.targets.registry import GPUS
-from flashgen.toolchains.nvrtc import CudaBinary, compile_cuda, find_nvrtc, resources
+from flashgen.toolchains.nvrtc import CudaBinary, compile_cuda, created, find_nvrtc, resources
 from tests.cuda.helpers import emitted, launched, planned, variant_of
 from tests.cuda.nvrtc import check_registers, needs_nvrtc
 from tests.slices import one_of
@@ -210,8 +211,8 @@ extern "C" __global__ void loop(Rows rows, const float* from, float* to, int cou
 def test_a_load_stays_behind_its_condition() -> None:
     """It is the same in each round of the loop: a compiler that moves it in front asks for what is at address 0."""
     nvrtc, _ = find_nvrtc()
-    (source, *_) = primitives(dropout=False)
-    program = nvrtc.createProgram(source + LOOP, "loop.cu", (), ())
+    text = primitives() + LOOP
+    program = created(nvrtc, Text("loop", text, headers_of(text)))
     nvrtc.compileProgram(program, ("-std=c++17", "-arch=compute_90"))
     lines = nvrtc.getPTX(program).decode().split(".entry loop", 1)[1].splitlines()
     load = next(n for n, line in enumerate(lines) if "ld.global.nc.u32" in line)

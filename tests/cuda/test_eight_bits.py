@@ -44,7 +44,7 @@ def emitted(head_dim: int = 64, text: str = TEXT) -> CompiledKernel[GpuPlan, Gpu
 def changed(name: str, *changes: tuple[str, str], head_dim: int = 64, text: str = TEXT) -> AttentionOp:
     """An op whose kernel for 8 bits is another one in a few places."""
     kernel = emitted(head_dim, text)
-    source = kernel.source.text
+    source = kernel.source.whole
     for old, new in changes:
         source, count = re.subn(old, new, source)
         assert count == 1, (old, count)
@@ -158,7 +158,7 @@ def test_sums_of_products_are_added_up_in_float32(head_dim: int) -> None:
     """O takes in no more keys than lose little, and then is kept; that of all of them would lose much."""
     tiles = emitted(head_dim).plan.by_element[ElementType.F8E4M3].forward
     count = KEYS_OF_SUMS // tiles.Bc
-    assert f"tiles_of_sums = {count}" in emitted(head_dim).source.text
+    assert f"tiles_of_sums = {count}" in emitted(head_dim).source.whole
     own = drift(changed(f"sums_f8_{head_dim}", head_dim=head_dim), head_dim)
     never = (f"tiles_of_sums = {count}", "tiles_of_sums = 1 << 20")
     assert abs(own) < 5e-3 < drift(changed(f"no_sums_f8_{head_dim}", never, head_dim=head_dim), head_dim) / 4
@@ -167,7 +167,7 @@ def test_sums_of_products_are_added_up_in_float32(head_dim: int) -> None:
 def test_other_kernels_know_of_no_8_bits() -> None:
     spec = emitted().variant.spec
     for rows in (DENSE, RAGGED):
-        text = compiled(kernel_variant(spec, spec.head_dims[0], rows), TARGET).source.text
+        text = compiled(kernel_variant(spec, spec.head_dims[0], rows), TARGET).source.whole
         assert not any(word in text for word in ("e4m3", "Turned", "q_factors", "HEADROOM"))
 
 

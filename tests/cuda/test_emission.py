@@ -81,16 +81,19 @@ def test_blocks_are_bounded_by_what_launches_start(name: str) -> None:
 
 
 def test_only_the_first_layer_speaks_assembly_and_shared_memory() -> None:
-    text = emitted(EVERYTHING).text
-    _, of_dropout, above = text.split("#endif  // FLASHGEN_EMULATOR")
+    source = emitted(EVERYTHING)
+    above = dict(source.headers)
+    of_dropout = above.pop("flashgen/dropout_instructions.cuh")
     assert "halves_not_below" in of_dropout
-    assert "struct" not in of_dropout
-    for word in ("asm", "__shared__", "__syncthreads", "__shfl", "atomicAdd"):
-        assert not re.search(rf"\b{word}", above), word
+    assert not re.search(r"\bstruct\b", of_dropout)
+    assert "__shfl" in above.pop("flashgen/instructions.cuh")
+    for name, text in (*above.items(), (source.file_name, source.text)):
+        for word in ("asm", "__shared__", "__syncthreads", "__shfl", "atomicAdd"):
+            assert not re.search(rf"\b{word}", text), (name, word)
 
 
 def test_values_are_placed_at_their_level() -> None:
-    text = emitted(EVERYTHING).text
+    text = emitted(EVERYTHING).whole
     assert "float of_slope;  // slope[h]" in section(text, "struct Head {")
     assert "float of_gate;  // gate[b, h, j]" in section(text, "struct Column {")
     assert "float of_rows;  // rows[b, i]" in section(text, "struct Row {")
@@ -99,13 +102,13 @@ def test_values_are_placed_at_their_level() -> None:
 
 
 def test_the_scale_folds_into_one_multiplication_and_addition() -> None:
-    text = emitted(CAUSAL).text
+    text = emitted(CAUSAL).whole
     assert "exp2_approximate(value * 0.18033688f - shift[2 * m + e / 2])" in text
-    assert "exp2_approximate(value * 1.44269504f - shift[2 * m + e / 2])" in emitted(EVERYTHING).text
+    assert "exp2_approximate(value * 1.44269504f - shift[2 * m + e / 2])" in emitted(EVERYTHING).whole
 
 
 def test_masks_are_read_in_the_loop_over_partial_tiles_alone() -> None:
-    body = section(emitted(CAUSAL).text, "template <class T> struct Block")
+    body = section(emitted(CAUSAL).whole, "template <class T> struct Block")
     assert len(re.findall(r"\bkeep\(", body)) == 1
     assert "if (masked && !keep(" in body
     assert "if (masked && column0 + BC > kv_len) hide_the_end(" in body
@@ -114,14 +117,14 @@ def test_masks_are_read_in_the_loop_over_partial_tiles_alone() -> None:
 
 
 def test_nothing_is_written_that_a_spec_does_not_use() -> None:
-    plain = emitted("attention plain { head_dim 64 }").text
+    plain = emitted("attention plain { head_dim 64 }").whole
     for word in ("draws_squares", "squared_norms", "Adder", "observe_", "sink_score", "Bins"):
         assert word not in plain
-        assert word in emitted(EVERYTHING).text
+        assert word in emitted(EVERYTHING).whole
 
 
 def test_the_header_shows_the_spec_and_the_plan() -> None:
-    text = emitted(EVERYTHING).text
+    text = emitted(EVERYTHING).whole
     assert "//     mask     causal and doc[b, j] >= 0" in text or "//     mask causal and doc[b, j] >= 0" in text
     assert "// Plan, for 163 KiB of shared memory a block:" in text
     assert not re.search(r"/(home|usr|tmp|work)/", text)

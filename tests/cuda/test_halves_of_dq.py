@@ -57,8 +57,8 @@ def test_who_divides_dq(text: str, sharing: int) -> None:
 def test_smaller_head_dimensions_have_nothing_of_it(head_dim: int) -> None:
     variant = variant_of(f"attention a {{ dtype bf16  head_dim {head_dim}  mask causal }}")
     source = emit_cuda(TARGET.plan(variant))
-    assert "Half" not in source.text
-    assert "dq_sent" not in source.text
+    assert "Half" not in source.whole
+    assert "dq_sent" not in source.whole
 
 
 def test_sequences_have_other_kernels() -> None:

@@ -57,10 +57,10 @@ def test_the_emulator_agrees_with_the_reference(name: str) -> None:
 
 def test_other_targets_have_nothing_of_it() -> None:
     causal = "attention causal { head_dim 128  mask causal }"
-    assert "wgmma.mma_async" in emitted(causal, "sm_90a").text
+    assert "wgmma.mma_async" in emitted(causal, "sm_90a").whole
     for target in ("sm_80", "sm_90", "sm_120"):
-        assert "wgmma" not in emitted(causal, target).text
-        assert "Warpgroup" not in emitted(causal, target).text
+        assert "wgmma" not in emitted(causal, target).whole
+        assert "Warpgroup" not in emitted(causal, target).whole
 
 
 @pytest.mark.parametrize("mask", ["causal", "causal and window_left(100)"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from flashgen.targets.gpu.layout import Layout, Part, Words, printed
 from flashgen.targets.gpu.layouts import backward_layout, forward_layout, query_layout
 from flashgen.targets.gpu.primitives import C_TYPES
 from flashgen.targets.gpu.tiles import GpuPlan
-from flashgen.toolchains.nvrtc import find_nvrtc
+from flashgen.toolchains.nvrtc import created, find_nvrtc
 from tests.cuda.nvrtc import needs_nvrtc
 
 GALLERY = ("causal", "packed_documents", "random_blocks", "gaussian_regression", "t5", "mla")
@@ -106,9 +107,9 @@ def test_a_wrong_size_does_not_compile(specs: Path) -> None:
     variant = next(variants(specs, "causal"))
     plan = target_named("sm_80").plan(variant)
     assert isinstance(plan, GpuPlan)
-    source = emit_cuda(plan).text
-    wrong = re.sub(r"K_bytes = (\d+)", lambda found: f"K_bytes = {int(found[1]) + 16}", source, count=1)
-    program = nvrtc.createProgram(wrong, "wrong.cu", (), ())
+    source = emit_cuda(plan)
+    wrong = re.sub(r"K_bytes = (\d+)", lambda found: f"K_bytes = {int(found[1]) + 16}", source.text, count=1)
+    program = created(nvrtc, replace(source, text=wrong))
     with pytest.raises(nvrtc.NVRTCError):
         nvrtc.compileProgram(program, ("-arch=sm_80", "-std=c++17", "-DFLASHGEN_BACKWARD=0"))
     assert "K: what the plan counts" in nvrtc.getProgramLog(program)

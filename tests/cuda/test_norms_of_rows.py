@@ -46,7 +46,7 @@ def test_which_scores_are_without(body: str, split: bool) -> None:
 @pytest.mark.parametrize("target", KINDS)
 def test_a_pair_takes_one_operation(target: str) -> None:
     """The forward pass forms no distance."""
-    text = emitted("attention a { head_dim 64  score -0.5 * sqdist }", target).text
+    text = emitted("attention a { head_dim 64  score -0.5 * sqdist }", target).whole
     assert "  return dot + c.from_norm;\n" in text
     forward, _, backward = text.partition("// ---- Backward")
     assert forward.count("squared_distance(") == 1  # where it is defined

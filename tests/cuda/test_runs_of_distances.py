@@ -78,7 +78,7 @@ def test_gradients(name: str, target: str, *, repeats: bool) -> None:
 def test_which_have_runs(body: str, runs: int) -> None:
     text = f"attention r {{ head_dim 64  {body} }}"
     assert len(decide(variant_of(text)).runs) == runs
-    assert ("elements_by_distance(" in emitted(text).text) == bool(runs)
+    assert ("elements_by_distance(" in emitted(text).whole) == bool(runs)
 
 
 def test_shards_find_their_runs() -> None:

@@ -80,7 +80,7 @@ def emitted(text: str = TEXT, target: str = "sm_80") -> tuple[AttentionSpec, Com
 def changed(name: str, *changes: tuple[str, str], of: str = TEXT, target: str = "sm_80") -> AttentionOp:
     """The op with changes in the text of its kernels, each in one place."""
     spec, kernel = emitted(of, target)
-    text = kernel.source.text
+    text = kernel.source.whole
     for old, new in changes:
         assert squeezed(text).count(squeezed(old)) == 1, old
         text = planted(text, old, new)
@@ -185,5 +185,5 @@ def test_what_keeps_kernels_inside_is_needed(old: str, new: str, monkeypatch: py
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
 def test_dense_kernels_know_of_no_sequences(target: str) -> None:
     spec, _ = emitted()
-    dense = compiled(kernel_variant(spec, spec.head_dims[0]), GPUS[target]).source.text
+    dense = compiled(kernel_variant(spec, spec.head_dims[0]), GPUS[target]).source.whole
     assert not any(word in dense for word in ("q_starts", "sequence_of", "kv_rows", "struct Call"))

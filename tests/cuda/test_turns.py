@@ -67,7 +67,7 @@ def test_who_takes_turns(text: str, blocks: int) -> None:
 def test_smaller_head_dimensions_have_nothing_of_it() -> None:
     for head_dim in ("64", "256", "320"):
         variant = variant_of(f"attention a {{ dtype bf16  head_dim {head_dim}  mask causal }}")
-        assert "PanelHalf" not in emit_cuda(TARGET.plan(variant)).text
+        assert "PanelHalf" not in emit_cuda(TARGET.plan(variant)).whole
 
 
 def test_turns_have_one_stage() -> None:

@@ -18,12 +18,14 @@ from tests.conftest import ROOT
 
 BUDGET = {
     "lines of the package": 61_330,
-    "lines of templates": 24_300,
-    "Jinja statements": 1_840,
+    "lines of templates": 24_298,
+    "Jinja statements": 1_837,
+    "lines of generated packages": 48_819,
     "calls of decide": 2,
     "modules at the top level": 3,
     "lines of the longest module": 450,
 }
+COMMITTED = ("alibi", "causal", "gpt_oss")
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "flashgen").rglob("*.py")
@@ -37,11 +39,13 @@ def lines(paths: Iterable[Path]) -> int:
 @functools.cache
 def measured() -> Mapping[str, int]:
     templates = [path for path in (ROOT / "templates").rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    generated = (path for name in COMMITTED for path in (ROOT / "generated" / name).rglob("*"))
     statements = (re.findall(r"\{%-?\s*(?!end)\w+", path.read_text()) for path in templates if path.suffix == ".jinja")
     return {
         "lines of the package": lines(MODULES.values()),
         "lines of templates": lines(templates),
         "Jinja statements": sum(map(len, statements)),
+        "lines of generated packages": lines(path for path in generated if path.is_file() and path.suffix != ".pyc"),
         "calls of decide": sum(len(re.findall(r"(?<!def )\bdecide\(", path.read_text())) for path in MODULES.values()),
         "modules at the top level": len(list((ROOT / "flashgen").glob("*.py"))),
         "lines of the longest module": max(lines([path]) for path in MODULES.values()),

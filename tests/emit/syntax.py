@@ -14,7 +14,7 @@ from flashgen.targets.cpu.plan import plan_cpu
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.registry import GPUS
 from flashgen.toolchains.cpp import REQUIRED_FLAGS, find_compiler
-from flashgen.toolchains.nvrtc import NvrtcMissing, find_nvrtc
+from flashgen.toolchains.nvrtc import NvrtcMissing, created, find_nvrtc
 
 
 def assert_compiles_for_cpus(spec: AttentionSpec) -> None:
@@ -36,8 +36,7 @@ def assert_compiles_for_gpus(spec: AttentionSpec, target: str = "sm_80") -> None
         pytest.skip(str(missing))
     for head_dim in spec.head_dims:
         variant = analyse(spec, head_dim)
-        source = emit_cuda(GPUS[target].plan(variant)).text
-        program = nvrtc.createProgram(source, f"{spec.name}.cu", (), ())
+        program = created(nvrtc, emit_cuda(GPUS[target].plan(variant)))
         try:
             arch = f"-arch=compute_{target.removeprefix('sm_')}"
             nvrtc.compileProgram(program, (arch, "-std=c++17", "-diag-suppress=177", "-fdevice-syntax-only"))

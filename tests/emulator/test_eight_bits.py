@@ -12,7 +12,7 @@ from flashgen.targets.gpu.primitives import WarpgroupProducts, primitives
 from tests.emulator.helpers import Array, kernel, launch
 
 PRODUCTS = WarpgroupProducts((8,), (ElementType.F8E4M3,))
-SOURCE = "".join(primitives(dropout=False, f8=True, warpgroups=PRODUCTS)) + kernel("eight_bits")
+SOURCE = primitives(warpgroups=PRODUCTS) + kernel("eight_bits")
 F8 = torch.float8_e4m3fn
 # Where O's columns lie among those of the accumulators: of 16 the even ones come first.
 PLACES = [16 * (n // 16) + n % 16 // 2 + n % 2 * 8 for n in range(64)]

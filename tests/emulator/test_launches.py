@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from flashgen.hosts.emulator import DeviceMemory, EmulatorError, FaultKind, compile_program, run
+from flashgen.hosts.emulator import DeviceMemory, EmulatorError, FaultKind, compile_program
 from flashgen.hosts.emulator.source import kernel_names, kernel_source
 from flashgen.toolchains.cpp import CompileFailed
 from tests.emulator.helpers import kernel, launch
@@ -76,23 +76,23 @@ def test_several_host_threads_count_the_same() -> None:
 )
 def test_impossible_launches(grid: tuple[int, int, int], block: tuple[int, int, int], says: str) -> None:
     with pytest.raises(EmulatorError, match=says) as caught:
-        run(EMPTY, "nothing", grid, block, 0, bytes(4), {})
+        compile_program(EMPTY).launch("nothing", grid, block, 0, bytes(4), {})
     assert caught.value.kind is FaultKind.LAUNCH
     assert caught.value.line == 0
 
 
 def test_arguments_of_another_size() -> None:
     with pytest.raises(ValueError, match="the arguments of 'nothing' have 4 bytes, not 8"):
-        run(EMPTY, "nothing", (1, 1, 1), (32, 1, 1), 0, bytes(8), {})
+        compile_program(EMPTY).launch("nothing", (1, 1, 1), (32, 1, 1), 0, bytes(8), {})
 
 
 def test_a_kernel_that_is_not_there() -> None:
     with pytest.raises(ValueError, match="has no kernel 'something'; it has 'nothing'"):
-        run(EMPTY, "something", (1, 1, 1), (32, 1, 1), 0, bytes(4), {})
+        compile_program(EMPTY).launch("something", (1, 1, 1), (32, 1, 1), 0, bytes(4), {})
 
 
 def test_nothing_to_do_and_nothing_counted() -> None:
-    report = run(EMPTY, "nothing", (3, 2, 1), (64, 2, 1), 4096, bytes(4), {"x": (4096, 0)})
+    report = compile_program(EMPTY).launch("nothing", (3, 2, 1), (64, 2, 1), 4096, bytes(4), {"x": (4096, 0)})
     assert report.hbm_bytes == 0
     assert report.shared == ()
 

@@ -14,11 +14,8 @@ from flashgen.targets.gpu.primitives import WarpgroupProducts, primitives
 from tests.emulator.helpers import Outcome, kernel, launch
 
 WIDTHS = (16, 64, 80, 128, 256)  # n
-PRIMITIVES = "".join(
-    primitives(
-        dropout=False,
-        warpgroups=WarpgroupProducts(tuple(n // 8 for n in WIDTHS), (ElementType.F16, ElementType.BF16)),
-    )
+PRIMITIVES = primitives(
+    warpgroups=WarpgroupProducts(tuple(n // 8 for n in WIDTHS), (ElementType.F16, ElementType.BF16)),
 )
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flashgen.hosts.cuda import CupyDriver, current_device, describe_device
-from flashgen.hosts.emulator.source import HostSource
 from flashgen.hosts.tensor_maps import map_bytes
+from flashgen.store.headers import Text, headers_of
 from flashgen.toolchains.nvrtc import compile_cuda
 from tests.emulator.test_tensor_copies import COPIES, SHARED_BYTES, SOURCE, Copy
 
@@ -26,7 +26,7 @@ def test_boxes(copy: Copy) -> None:
     y = torch.zeros(copy.rows, copy.columns, dtype=torch.int16, device="cuda")
     driver = CupyDriver(current_device())
     function = driver.function(
-        compile_cuda(HostSource("tensor_copies", SOURCE), "sm_90a").path, copy.name, SHARED_BYTES
+        compile_cuda(Text("tensor_copies", SOURCE, headers_of(SOURCE)), "sm_90a").path, copy.name, SHARED_BYTES
     )
     arguments = struct.pack("Qiii4x", y.data_ptr(), copy.column, copy.row, copy.slab)
     parameters = (ctypes.c_char_p * 2)(arguments, map_bytes(copy.tensor_map, on_gpu.data_ptr(), driver.encode))

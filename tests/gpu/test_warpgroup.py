@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashgen.hosts.cuda import CupyDriver, current_device, describe_device
-from flashgen.hosts.emulator.source import HostSource
+from flashgen.store.headers import Text, headers_of
 from flashgen.toolchains.nvrtc import compile_cuda
 from tests.emulator.test_warpgroup import PRODUCTS, SHARED_BYTES, SOURCE, Product
 
@@ -23,7 +23,7 @@ def test_products(product: Product) -> None:
     d = torch.zeros(64, product.n)
     on_gpu = [each.cuda() for each in (a, b, c, d)]
     driver = CupyDriver(current_device())
-    binary = compile_cuda(HostSource("warpgroup", SOURCE), "sm_90a")
+    binary = compile_cuda(Text("warpgroup", SOURCE, headers_of(SOURCE)), "sm_90a")
     function = driver.function(binary.path, product.name, SHARED_BYTES)
     packed = ctypes.c_char_p(struct.pack("4Q", *(each.data_ptr() for each in on_gpu)))
     driver.launch(function, 1, 128, SHARED_BYTES, driver.stream(), ctypes.addressof(packed))

@@ -21,7 +21,7 @@ from tests.ir.cases import BOOL, CASES, INT, Case
 _SUPPORT = """
 #include "vector_math.h"
 #include "standard.h"
-#include "../../primitives/ranges.h"
+#include "../../include/flashgen/ranges.h"
 using namespace fg::ranges;
 template <class T> T range_from(const double* p);
 template <> Bool range_from<Bool>(const double* p) { return {p[0] != 0, p[1] != 0}; }
@@ -101,7 +101,7 @@ def compiled(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Comp
     """The shared library, kept between runs under a name that its sources determine."""
     headers = repository / "templates" / "cpu" / "primitives"
     source = _SUPPORT + "".join(map(_code, CASES))
-    quoted = [*headers.glob("*.h"), *(repository / "templates" / "primitives").glob("*.h")]
+    quoted = [*headers.glob("*.h"), *(repository / "templates" / "include" / "flashgen").glob("*.h")]
     text = source + "".join(path.read_text() for path in sorted(quoted))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     folder = repository / ".pytest_cache" / "operators"

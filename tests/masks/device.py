@@ -101,7 +101,7 @@ class DeviceMasks:
 
 
 def _source(variant: Variant) -> str:
-    return kernel_source(emit_cuda(GPUS["sm_80"].plan(variant)).text, "mask").text
+    return kernel_source(emit_cuda(GPUS["sm_80"].plan(variant)).whole, "mask").text
 
 
 def _text(variants: Sequence[Variant], numbers: range) -> str:

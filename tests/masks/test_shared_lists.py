@@ -152,7 +152,7 @@ class Lists:
 def test_they_hold_what_the_analysis_finds(name: str) -> None:
     """Of queries and of keys, in windows, for shards, for each mask of a batch entry and head."""
     variant = variant_of(spec(MASKS[name]))
-    source = emitted(spec(MASKS[name])).text
+    source = emitted(spec(MASKS[name])).whole
     text = source[: source.index("// ---- Forward -")].replace("WINDOW = 1024", f"WINDOW = {WINDOW}")
     text = text.replace(f"sizeof(VisitList) == {VISIT_LIST}", f"sizeof(VisitList) == {BYTES_OF_LIST}")
     program = compile_program(text, name="lists")

@@ -27,6 +27,7 @@ class Code:
     name: str
     text: str = 'extern "C" int answer() { return 42; }\n'
     defines: tuple[tuple[str, str], ...] = ()
+    headers: tuple[tuple[str, str], ...] = ()
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import torch
 
 from flashgen.hosts.cuda import CudaKernel
 from flashgen.hosts.driver_maps import TensorMapRefused, encode
-from flashgen.hosts.emulator.source import HostSource
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.schedule import Compiled
 from flashgen.hosts.tensor_maps import (
@@ -31,6 +30,7 @@ from flashgen.kinds.ragged import RAGGED
 from flashgen.language import parse_text
 from flashgen.plan.arguments import argument_fields
 from flashgen.plan.launches import Box, Count, Factor, Launch, PassLaunches
+from flashgen.store.headers import Text
 from flashgen.toolchains.cpp import compile_sources
 from tests.op.test_schedule import RecordingDriver
 
@@ -165,7 +165,7 @@ def driver() -> str:
     """The path of a library that stands for the driver's."""
     if shutil.which("c++") is None:
         pytest.skip("needs a C++ compiler")
-    return str(compile_sources([HostSource("driver_maps", DRIVER)])[0].path)
+    return str(compile_sources([Text("driver_maps", DRIVER)])[0].path)
 
 
 @pytest.mark.parametrize(("columns", "swizzle"), [(64, 3), (32, 2), (16, 1)])

@@ -182,7 +182,7 @@ def test_the_report_tells_the_size(tmp_path: Path) -> None:
     (tmp_path / "lean.attn").write_text(SPEC)
     (said,) = json.loads(flashgen("build", tmp_path / "lean.attn", "-o", tmp_path / "out", "--json").stdout)
     folder = tmp_path / "out" / "lean"
-    size = sum(file.stat().st_size for file in folder.iterdir())
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     assert said["bytes"] == size
     shown = flashgen("build", tmp_path / "lean.attn", "-o", tmp_path / "out").stdout
     assert f"0 changed, {size / 1e3:.0f} kB, " in shown

@@ -13,6 +13,7 @@ from flashgen.analysis.variant import analyse
 from flashgen.compiler.building import build_file
 from flashgen.compiler.compiled import assembled, compiled
 from flashgen.compiler.package import gpu as packages
+from flashgen.compiler.package.folder import FolderRefused
 from flashgen.compiler.package.gpu import Packaged, packaged
 from flashgen.compiler.package.manifest import Manifest
 from flashgen.compiler.pipeline import target_names
@@ -38,7 +39,7 @@ from tests.pipeline.gpus import CUBINS, SM_80, SPEC, needs_nvrtc
 def test_build_for_a_gpu(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     output = tmp_path / "generated"
     (built,) = build_file(file, output=output, targets=("cpu", "sm_80"))
-    assert {each.name for each in built.files} == {
+    assert {each.name for each in built.files if each.parent == built.folder} == {
         "__init__.py", "tiny.attn", "spec.json", "manifest.json",
         "tiny_d16_cpu.cpp", "tiny_d16_cpu.so", "tiny_d16_sm_80.cu", *CUBINS,
     }  # fmt: skip
@@ -63,8 +64,11 @@ def test_build_for_a_gpu(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert again == {name: (output / "tiny" / name).read_bytes() for name in again}
 
     (cpu,) = build_file(file, output=output, targets=("cpu",))
-    assert {each.name for each in cpu.changed} == {"manifest.json", "tiny_d16_sm_80.cu", *CUBINS}
+    assert {each.name for each in cpu.changed if each.suffix not in (".cuh", ".h")} == {
+        "manifest.json", "tiny_d16_sm_80.cu", *CUBINS,
+    }  # fmt: skip
     assert not list((output / "tiny").glob("*.cu*"))
+    assert not (output / "tiny" / "include").exists()
 
 
 @pytest.fixture
@@ -142,15 +146,40 @@ def test_what_a_package_brings(file: Path, tmp_path: Path) -> None:
     damaged = brought("sm_80")
     assert damaged is not None
     assert set(found.images) - set(damaged.images) == {part}, "that part of the source is compiled again"
-    assert not damaged.is_edited
+    assert not damaged.edited
     cubin.write_bytes(image)
     source = folder / "tiny_d16_sm_80.cu"
     source.write_text(source.read_text() + "// edited\n")
     edited = brought("sm_80")
     assert edited is not None
-    assert edited.is_edited
+    assert edited.edited == source.name
     assert not edited.images, "the binaries are of another source"
     assert edited.source.text.endswith("// edited\n")
+
+
+@needs_nvrtc
+def test_a_header_that_was_edited_runs_as_it_stands(file: Path, tmp_path: Path) -> None:
+    """A package compiles with the headers that it ships: what is changed in one is compiled, and is part of the op."""
+    build_file(file, output=tmp_path, targets=("sm_80",))
+    folder = tmp_path / "tiny"
+    spec, manifest = parse_text(SPEC).specs[0], Manifest.read(folder)
+    header = folder / "include" / "flashgen" / "math.cuh"
+    assert not packages.edited_sources(folder, manifest)
+    header.write_text(header.read_text() + "#error edited\n")
+    found = packaged(folder, manifest, analyse(spec, spec.head_dims[0]), SM_80)
+    assert found is not None
+    assert found.edited == "include/flashgen/math.cuh"
+    assert not found.images
+    (edited,) = packages.edited_sources(folder, manifest)
+    assert "#error edited" in edited.whole
+    assert "#error" not in edited.text
+    with pytest.raises(CompileFailed, match=r"flashgen/math.cuh\(\d+\): .*#error directive: edited"):
+        gpu_compile.compile_parts(found.source, found.plan, Part(ElementType.BF16, "forward"), "sm_80")
+    with pytest.raises(FolderRefused, match=r"'include/flashgen/math.cuh' was edited"):
+        build_file(file, output=tmp_path, targets=("sm_80",))
+    header.unlink()
+    build_file(file, output=tmp_path, targets=("sm_80",))
+    assert header.is_file()
 
 
 @needs_nvrtc

@@ -78,6 +78,8 @@ def test_force_writes_its_own_files_alone(project: Path, tmp_path: Path) -> None
         b'{"format": 3, "flashgen": "0.0", "name": "src"}',
         b'{"format": 4, "flashgen": "0.0", "files": {"../a.cpp": "00"}}',
         b'{"format": 4, "flashgen": "0.0", "files": {"..": "00"}}',
+        b'{"format": 4, "flashgen": "0.0", "files": {"include/../../a.cpp": "00"}}',
+        b'{"format": 4, "flashgen": "0.0", "files": {"/a.cpp": "00"}}',
         b'{"format": 4, "flashgen": "0.0", "files": ["a.cpp"]}',
         b"[" * 100_000,
     ],
@@ -153,6 +155,43 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     package_folder.write(folder, package(OTHERS), force=True)
     assert target.read_text() == "a user's"
     assert not (folder / "src.cpp").is_symlink()
+
+
+HEADERS = {**OURS, "include/fg/a.cuh": b"", "include/fg/b.cuh": b""}
+
+
+def test_headers_lie_in_a_folder_that_goes_with_the_last_of_them(tmp_path: Path) -> None:
+    folder = tmp_path / "src"
+    for files in (OURS, HEADERS, {**OURS, "include/fg/b.cuh": b"new"}):
+        package_folder.write(folder, package(files))
+        assert contents(folder) == package(files)
+        assert not package_folder.compare(folder, package(files)).write
+    package_folder.write(folder, package(OURS))
+    assert not (folder / "include").exists()
+    package_folder.write(folder, package(HEADERS))
+    (folder / "include" / "fg" / "mine.cuh").write_text("a user's")
+    package_folder.write(folder, package(OURS))
+    assert contents(folder / "include") == {"fg/mine.cuh": b"a user's"}
+
+
+@pytest.mark.parametrize("name", ["include", "include/fg"])
+def test_where_no_folder_can_be(tmp_path: Path, name: str) -> None:
+    """A user's file, or a link to a folder, in which nothing is written or removed, whatever it holds."""
+    folder, elsewhere = tmp_path / "src", tmp_path / "elsewhere"
+    package_folder.write(folder, package(HEADERS))
+    (folder / name).rename(elsewhere)
+    (folder / name).symlink_to(elsewhere)
+    before = contents(elsewhere)
+    with pytest.raises(FolderRefused, match=rf"{name}' is a symbolic link.*move that away"):
+        package_folder.write(folder, package({**HEADERS, "include/fg/a.cuh": b"new"}), force=True)
+    package_folder.write(folder, package(OURS))
+    assert contents(elsewhere) == before
+    (folder / name).unlink()
+    (folder / name).write_text("a user's")
+    with pytest.raises(FolderRefused, match=rf"{name}' is a file.*move that away"):
+        package_folder.write(folder, package(HEADERS), force=True)
+    package_folder.write(folder, package(OTHERS))
+    assert (folder / name).read_text() == "a user's"
 
 
 def pipe(folder: Path) -> None:

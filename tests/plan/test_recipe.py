@@ -13,10 +13,10 @@ import flashgen as package
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.compiler.pipeline import target_named
 from flashgen.compiler.reading import read_file
-from flashgen.emit.environment import templates_folder
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
 from flashgen.plan.recipe import Decision, Rule, gathered
+from flashgen.store.headers import shipped_header
 from flashgen.targets.gpu import rules as gpu_rules
 from flashgen.targets.gpu.recipe import MOST_LSE, Lists, SumsOfDq, decide
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan
@@ -111,7 +111,7 @@ def test_what_weights_take_in(text: str, folded: bool, bounded: bool) -> None:
 
 
 def test_kernels_call_the_same_scores_extreme() -> None:
-    header = (templates_folder() / "cuda" / "primitives" / "math.cuh").read_text(encoding="utf-8")
+    header = shipped_header("flashgen/math.cuh")
     assert f"MOST_LSE = {MOST_LSE}f;" in header
 
 

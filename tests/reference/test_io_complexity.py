@@ -32,6 +32,7 @@ from tools.paper import (
     algorithm_5,
     flash2_backward,
     flash2_forward,
+    forms,
     kept_blocks,
     rabe_staats_backward,
     rabe_staats_blocks,
@@ -174,14 +175,14 @@ def test_closed_forms_of_odd_sizes(Nq: int, Nk: int, d: int, dv: int, heads: int
         assert flash.hbm.accesses == paper.flash_forward(lengths, blocks)
         assert algorithm_4(flash, d_o, None, blocks).hbm.accesses == paper.flash_backward(lengths, blocks)
         assert flash.hbm.accesses >= paper.lower_bound(lengths)
-        assert flash.hbm.extra == paper.flash_memory(lengths)
+        assert flash.hbm.extra == forms.flash_memory(lengths)
         chunks = rabe_staats_forward(problem, blocks)
         assert chunks.hbm.accesses == paper.rabe_staats_forward(lengths, blocks)
-        assert chunks.hbm.extra == paper.rabe_staats_memory(lengths, blocks)
+        assert chunks.hbm.extra == forms.rabe_staats_memory(lengths, blocks)
         back = rabe_staats_backward(chunks, d_o, None, blocks)
         assert back.hbm.accesses == paper.rabe_staats_backward(lengths, blocks)
-        assert back.hbm.extra == paper.rabe_staats_memory(lengths, blocks, backward=True)
-    assert standard.hbm.extra == paper.standard_memory(lengths)
+        assert back.hbm.extra == forms.rabe_staats_memory(lengths, blocks, backward=True)
+    assert standard.hbm.extra == forms.standard_memory(lengths)
 
 
 @pytest.mark.parametrize(("Nq", "Nk", "d", "dv", "heads", "kv_heads"), ODD)
@@ -209,7 +210,7 @@ def test_flops_are_those_that_pytorch_counts(Nq: int, Nk: int, d: int, dv: int, 
         "rabe_staats": (
             lambda: rabe_staats_forward(problem, blocks),
             lambda forward: rabe_staats_backward(forward, d_o, None, blocks),
-            paper.rabe_staats_backward_flops(lengths),
+            forms.rabe_staats_backward_flops(lengths),
         ),
     }
     for name, (ahead, back, backward_flops) in passes.items():
@@ -232,11 +233,11 @@ def test_rabe_and_staats_save_memory_and_no_accesses() -> None:
     flash = algorithm_1(problem, paper_blocks(512, d)).hbm
     assert flash.extra < chunks.extra < standard.extra / 2
     assert flash.accesses < standard.accesses < chunks.accesses
-    assert paper.rabe_staats_backward_flops(lengths) > paper.flash_backward_flops(lengths)
+    assert forms.rabe_staats_backward_flops(lengths) > paper.flash_backward_flops(lengths)
     # 16 times the length: 4 times the keys of a chunk, and 4 times the chunks.
     long = Lengths(1, 1, 16 * N, 16 * N, d, d)
     wide = BlockSizes(256, 64)
-    growth = (paper.rabe_staats_memory(long, wide) - paper.flash_memory(long)) / (chunks.extra - 2 * N)
+    growth = (forms.rabe_staats_memory(long, wide) - forms.flash_memory(long)) / (chunks.extra - 2 * N)
     assert growth == pytest.approx(4)
 
 

@@ -28,7 +28,6 @@ from flashgen.plan.paper import (
     flash_backward_flops,
     forward_flops,
     rabe_staats_backward,
-    rabe_staats_backward_flops,
     rabe_staats_blocks,
     rabe_staats_forward,
     standard_backward,
@@ -43,6 +42,7 @@ from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import ElementPlan
 from flashgen.targets.registry import GPUS
 from flashgen.verification.inputs import Inputs, lowered_inputs
+from tools.paper.forms import rabe_staats_backward_flops
 
 MODELLED = GPUS["sm_80"]  # whose tiles are taken where there is no GPU
 _MOST_TILES = 2**13  # that are classified one by one, in a second or two

@@ -1,8 +1,8 @@
 """Stage 4c: everything that ``flashgen build`` writes for one spec, as file names and texts.
 
 In: a spec, its kernels' sources and what their targets say of them, with or without binaries. Out: the files of
-``generated/<name>/``: the operator module, the sources, the binaries, a copy of the spec, and a manifest that says what
-is what. The same bytes on every machine; binaries, for the same version of their compiler.
+``generated/<name>/``: the operator module, the sources, their headers in ``include``, the binaries, a copy of the spec,
+and a manifest that says what is what. The same bytes on every machine; binaries, for one version of their compiler.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from flashgen.compiler.package.manifest import FILE_NAME, SPEC_FILE_NAME, Manifest, digest
+from flashgen.compiler.package.manifest import FILE_NAME, INCLUDE, SPEC_FILE_NAME, Manifest, digest
 from flashgen.emit.environment import environment
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.emit.text import pascal_case, spec_digest, spec_lines
@@ -42,6 +42,7 @@ def package_files(spec: AttentionSpec, kernels: Sequence[tuple[KernelSource, Pac
         SPEC_FILE_NAME: json.dumps(spec_to_data(_portable(spec)), indent=1, ensure_ascii=False) + "\n",
     }
     texts |= {source.file_name: source.text for source, _ in kernels}
+    texts |= {f"{INCLUDE}/{name}": header for source, _ in kernels for name, header in source.headers}
     files = {name: text.encode() for name, text in texts.items()}
     packed = [each for _, each in kernels]
     files |= {image.described.file: image.content for each in packed for image in each.binaries}

@@ -80,6 +80,10 @@ def compare(folder: Path, files: Mapping[str, bytes]) -> Comparison:
     write, edited, blocked = [], {}, {}
     for name, content in files.items():
         place = folder / name
+        inside = _no_folder(folder, name)
+        if inside is not None:
+            blocked[str(inside)] = f"is {_kind(inside)}"
+            continue
         found = _kind(place)
         if found == "a file" and place.read_bytes() == content:
             continue
@@ -94,7 +98,8 @@ def compare(folder: Path, files: Mapping[str, bytes]) -> Comparison:
             edited[name] = f"is a symbolic link to '{place.readlink()}'"
         elif found is not None:
             blocked[str(place)] = f"is {found}"
-    old = (name for name in sorted(claims.files) if name not in files and _kind(folder / name) == "a file")
+    gone = (name for name in sorted(claims.files) if name not in files and _no_folder(folder, name) is None)
+    old = (name for name in gone if _kind(folder / name) == "a file")
     remove = tuple(name for name in old if claims.is_sealed(name, folder / name))
     aside = _place_aside(folder)
     if (write or remove) and not _is_free(aside):
@@ -130,15 +135,25 @@ def _renew(folder: Path, files: Mapping[str, bytes], old: Sequence[str], *, alon
         _fill(aside, {"building": building(folder, digests)})
         (aside / "building").replace(folder / FILE_NAME)
         for name in digests:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (aside / name).replace(folder / name)
         for name in old:
             (folder / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # something is left in it
+                os.removedirs((folder / name).parent)
         (aside / FILE_NAME).replace(folder / FILE_NAME)
 
 
 def _fill(folder: Path, files: Mapping[str, bytes]) -> None:
     for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
+
+
+def _no_folder(folder: Path, name: str) -> Path | None:
+    """What stands where a file's own folder would be, such as a link to another one; None where nothing is wrong."""
+    inside = [folder / each for each in reversed(Path(name).parents) if each.name]
+    return next((each for each in inside if _kind(each) not in (None, "a folder")), None)
 
 
 def _foreign(folder: Path, claims: Claims) -> str | None:
@@ -154,7 +169,7 @@ def _kind(path: Path) -> str | None:
     """What stands there, in words; None for nothing."""
     try:
         mode = path.lstat().st_mode
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     kinds = {stat.S_IFREG: "a file", stat.S_IFDIR: "a folder", stat.S_IFLNK: "a symbolic link", stat.S_IFIFO: "a pipe"}
     return kinds.get(stat.S_IFMT(mode), "a device or a socket")

@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flashgen.analysis.variant import Variant
-from flashgen.compiler.package.manifest import Manifest, digest
+from flashgen.compiler.package.manifest import INCLUDE, Manifest, digest
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.plan.packed import ManifestGpuSource, ManifestKernel
 from flashgen.plan.plan import ANY_CALLS, Part
 from flashgen.store.cache import Cache
+from flashgen.store.headers import headers_of
 from flashgen.targets.gpu.packed import plan_of
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan
@@ -29,12 +30,12 @@ class Packaged:
     """What a package brings for a GPU: a source as it stands in the folder, the plan that it was written with.
 
     ``images`` are the paths of the binaries that were made of this source, ``resources`` those of its kernels. A source
-    that ``is_edited`` is what its user wants to run, whatever the shape.
+    of which a file was ``edited``, itself or a header, is what its user wants to run, whatever the shape.
     """
 
     source: KernelSource
     plan: GpuPlan
-    is_edited: bool
+    edited: str
     images: Mapping[Part, Path]
     resources: tuple[Resources, ...]
 
@@ -45,17 +46,15 @@ class Packaged:
 
 def packaged(folder: Path, manifest: Manifest, variant: Variant, target: GpuTarget) -> Packaged | None:
     """What a package brings for a GPU; None where nothing of it runs there. Raises ``OSError``."""
-    head_dim = variant.head_dim
-    fitting = [each for each in manifest.gpu_sources if each.head_dim == str(head_dim) and _runs_on(each, target)]
+    own = str(variant.head_dim)
+    fitting = [each for each in manifest.gpu_sources if each.head_dim == own and _runs_on(each, target)]
     if not fitting:
         return None
     found = max(fitting, key=lambda each: (GPUS[each.target].capability, each.target))
-    text = (folder / found.file).read_text(encoding="utf-8")
-    source = KernelSource(found.file, found.target, found.symbol, head_dim, text, ())
-    is_edited = digest(text.encode()) != manifest.files.get(found.file)
+    source, edited = _source(folder, manifest, found)
     images: dict[Part, Path] = {}
     for binary in manifest.binaries:
-        if binary.source != found.file or binary.element is None or is_edited or not (folder / binary.file).is_file():
+        if binary.source != found.file or binary.element is None or edited or not (folder / binary.file).is_file():
             continue
         content = (folder / binary.file).read_bytes()
         if digest(content) == manifest.files.get(binary.file):
@@ -66,19 +65,24 @@ def packaged(folder: Path, manifest: Manifest, variant: Variant, target: GpuTarg
         for each in manifest.gpu_kernels
         if each.target == found.target
     )
-    return Packaged(source, plan_of(found, variant), is_edited, images, resources if images else ())
+    return Packaged(source, plan_of(found, variant), edited, images, resources if images else ())
 
 
 def edited_sources(folder: Path, manifest: Manifest) -> tuple[KernelSource, ...]:
     """The sources of a package that do not say any more what was written. Raises ``OSError``."""
-    found = []
     written: tuple[ManifestKernel | ManifestGpuSource, ...] = (*manifest.kernels, *manifest.gpu_sources)
-    for each in written:
-        text = (folder / each.file).read_text(encoding="utf-8")
-        if digest(text.encode()) != manifest.files.get(each.file):
-            head_dim = HeadDim(*map(int, (each.head_dim.split("/") * 2)[:2]))
-            found.append(KernelSource(each.file, each.target, each.symbol, head_dim, text, ()))
-    return tuple(found)
+    found = [_source(folder, manifest, each) for each in written]
+    return tuple(source for source, edited in found if edited)
+
+
+def _source(folder: Path, manifest: Manifest, written: ManifestKernel | ManifestGpuSource) -> tuple[KernelSource, str]:
+    """A source as it stands in the folder, with its headers, and which of these files was edited, if any."""
+    text = (folder / written.file).read_text(encoding="utf-8")
+    headers = headers_of(text, lambda name: (folder / INCLUDE / name).read_text(encoding="utf-8"))
+    texts = {written.file: text, **{f"{INCLUDE}/{name}": header for name, header in headers}}
+    edited = (name for name, each in texts.items() if digest(each.encode()) != manifest.files.get(name))
+    head_dim = HeadDim(*map(int, (written.head_dim.split("/") * 2)[:2]))
+    return KernelSource(written.file, written.target, written.symbol, head_dim, text, (), headers), next(edited, "")
 
 
 def _runs_on(source: ManifestGpuSource, target: GpuTarget) -> bool:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from flashgen.compiler.package.fields import Damaged, made
@@ -16,8 +16,9 @@ from flashgen.version import __version__
 
 FILE_NAME = "manifest.json"
 SPEC_FILE_NAME = "spec.json"  # the parsed spec, constants and imports resolved
+INCLUDE = "include"  # the folder of headers
 # Counts up when the files of a package or the kernels' arguments change their meaning.
-FORMAT = 11
+FORMAT = 12
 _SEAL, _BUILDING = "sealed", "building"
 
 
@@ -125,7 +126,8 @@ class Claims:
             named = [*content.get("files", {}).items(), *content.get(_BUILDING, {}).items()]
             files: dict[str, frozenset[str]] = {}
             for name, sha256 in named:
-                if name in ("", ".", "..") or Path(name).name != name:
+                file = PurePath(name)
+                if file.anchor or ".." in file.parts or file.as_posix() != name or name == ".":
                     return cls(none, False, f"has a {FILE_NAME} that names files elsewhere ('{name}')")
                 files[name] = files.get(name, frozenset()) | {str(sha256)}
         except AttributeError:

@@ -6,11 +6,10 @@ checks and counts is described in templates/emulator/machine, one file for each 
 """
 
 from flashgen.hosts.emulator.memory import DeviceMemory
-from flashgen.hosts.emulator.program import Program, compile_program, run
+from flashgen.hosts.emulator.program import Program, compile_program
 from flashgen.hosts.emulator.report import Conflict, EmulatorError, FaultKind, Report, SharedRequests, Traffic
 
 __all__ = [
-    "run",
     "compile_program",
     "Program",
     "DeviceMemory",

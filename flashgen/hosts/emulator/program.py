@@ -1,7 +1,7 @@
 """Compile a generated CUDA source for the emulator and launch its kernels.
 
-In: the text of a ``.cu`` file. Out: a ``Program``; each launch gives a ``Report`` or raises ``EmulatorError``. Compiled
-libraries come from the cache of flashgen/store/cache.py. Nothing here imports torch.
+In: the text of a ``.cu`` file, its headers in it or not. Out: a ``Program``; each launch gives a ``Report`` or raises
+``EmulatorError``. Compiled libraries come from the cache of flashgen/store/cache.py. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flashgen.hosts.emulator.report import Conflict, EmulatorError, FaultKind, Report, SharedRequests, Traffic
+from flashgen.hosts.emulator.report import Conflict, EmulatorError, FaultKind, Report, SharedRequests, Traffic, placed
 from flashgen.hosts.emulator.source import blocks_of_cluster, kernel_names, kernel_source, machine_source
 from flashgen.hosts.emulator.trace import lines_of
 from flashgen.store.cache import Cache
-from flashgen.toolchains.cpp import Compiler, compile_sources, find_compiler, load_library
+from flashgen.store.headers import headers_of, in_one
+from flashgen.toolchains.cpp import CompileFailed, Compiler, compile_sources, find_compiler, load_library
 
 _KINDS = tuple(FaultKind)
 _MOST_PLACES = 1 << 14
@@ -81,7 +82,7 @@ class _Launch(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled source. ``seconds``: what compiling took, or taking it from the cache."""
+    """A compiled source with its headers in it. ``seconds``: what compiling took, or taking it from the cache."""
 
     name: str
     source: str
@@ -188,32 +189,18 @@ def compile_program(
 
     The machine is kept in the user's cache, whatever ``cache`` holds the kernels.
     """
+    source = in_one(f"{name}.cu", source, headers_of(source))
     found = find_compiler()
     compiler = Compiler((*found.command, *_FLAGS), found.version)
     (machine,) = compile_sources([machine_source()], compiler=compiler)
     own = replace(compiler, flags=_KERNEL_FLAGS)
-    (library,) = compile_sources([kernel_source(source, name, kernels)], cache=cache, compiler=own)
+    try:
+        (library,) = compile_sources([kernel_source(source, name, kernels)], cache=cache, compiler=own)
+    except CompileFailed as failure:
+        said, log = (placed(each, f"{name}.cu", source) for each in (str(failure), failure.log))
+        raise CompileFailed(said, log) from None
     names = tuple(each for each in kernel_names(source) if kernels is None or each in kernels)
     return Program(name, source, names, library.seconds, _load(library.path), _load(machine.path))
-
-
-def run(
-    source: str,
-    kernel: str,
-    grid: tuple[int, int, int],
-    block: tuple[int, int, int],
-    shared_bytes: int,
-    arguments: bytes,
-    allocations: Mapping[str, tuple[int, int]],
-    *,
-    seed: int = 0,
-    host_threads: int = 1,
-) -> Report:
-    """Compile, or take from the cache, and launch once: see ``Program.launch``."""
-    program = compile_program(source)
-    return program.launch(
-        kernel, grid, block, shared_bytes, arguments, allocations, seed=seed, host_threads=host_threads
-    )
 
 
 @functools.cache

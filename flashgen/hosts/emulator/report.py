@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+_DIRECTIVE = re.compile(r'#line (\d+) "(.*)"')
 
 
 class FaultKind(enum.StrEnum):
@@ -31,7 +34,8 @@ class EmulatorError(Exception):
 
     ``line`` is the line of the source that did it and ``line_text`` what stands there; ``other_line`` is the second
     line where there is one: the earlier access of a race, the copy, the barrier where others wait. Zero: no line.
-    ``trace`` are the lines that called, the innermost first: from ``line`` out to the kernel.
+    ``trace`` are the lines that called, the innermost first: from ``line`` out to the kernel. Numbers are those of the
+    source with its headers in it; the message says which line of which file each is.
     """
 
     def __init__(
@@ -115,11 +119,6 @@ class Report:
         """Requests to shared memory by line, with no place."""
         return _sums((each.line, 0, each) for each in self.places)
 
-    @property
-    def bank_conflicts(self) -> Mapping[int, int]:
-        """Lost wavefronts by line, of the lines that lost any."""
-        return {each.line: each.conflicts for each in self.shared if each.conflicts}
-
     @classmethod
     def total(cls, reports: Iterable[Report]) -> Report:
         """The sum over launches of one source: the kernels of a pass."""
@@ -141,7 +140,22 @@ def _sums(requests: Iterable[tuple[int, int, SharedRequests]]) -> tuple[SharedRe
 
 
 def _shown(lines: list[str], number: int) -> str:
-    return f"{number:>6} | {_line(lines, number)}"
+    return f"{_place(lines, number):>6} | {_line(lines, number)}"
+
+
+def _place(lines: list[str], number: int, file: str | None = None) -> str:
+    """The number that a line has in its file, and the file that a directive or the caller names."""
+    for above in range(min(number, len(lines)), 0, -1):
+        found = _DIRECTIVE.match(lines[above - 1])
+        if found:
+            return f"{found[2]}:{int(found[1]) + number - above - 1}"
+    return f"{file}:{number}" if file else str(number)
+
+
+def placed(said: str, file: str, source: str) -> str:
+    """What a compiler said of lines of a file, said of those that the directives of this source name."""
+    lines = source.splitlines()
+    return re.sub(rf"\b{re.escape(file)}:(\d+)", lambda found: _place(lines, int(found[1]), file), said)
 
 
 def _line(lines: list[str], number: int) -> str:

@@ -1,8 +1,8 @@
 """Host sources of the emulator, each one self-contained text, so that a cache key covers all that is compiled.
 
-In: the text of a ``.cu`` file. Out: a ``HostSource`` with the emulator's headers in the place of their ``#include`` and
-an entry for each kernel behind the end; the lines of the kernel's own text keep their numbers. Also the machine, which
-is one library for all kernels.
+In: the text of a ``.cu`` file with its headers in it. Out: a ``Text`` with the emulator's in the place of their
+``#include`` and an entry for each kernel behind the end. Lines keep their numbers in that text, as an access is known
+by one; its directives say where they come from. Also the machine, which is one library for all kernels.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
 from pathlib import Path
 
+from flashgen.store.headers import Text
 from flashgen.store.shipped import shipped
 
 HEADER = "flashgen_emulator.h"
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)".*$', re.MULTILINE)
+_DIRECTIVE = re.compile(r"^#line .*", re.MULTILINE)
 _PRAGMA_ONCE = re.compile(r"^#pragma once\n", re.MULTILINE)
 _COMMENT = re.compile(r"//.*")
 _NESTED = r"\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)"
@@ -31,15 +32,6 @@ _ENTRY = """\
 extern "C" void flashgen_enter_KERNEL(const void* arguments) { fg::emulator::enter(KERNEL, arguments); }
 extern "C" size_t flashgen_argument_bytes_KERNEL() { return fg::emulator::argument_bytes(KERNEL); }
 """
-
-
-@dataclass(frozen=True)
-class HostSource:
-    """C++ for the compiler of flashgen/toolchains/cpp.py."""
-
-    name: str
-    text: str
-    defines: tuple[tuple[str, str], ...] = ()
 
 
 def kernel_names(text: str) -> tuple[str, ...]:
@@ -56,7 +48,7 @@ def blocks_of_cluster(text: str, kernel: str) -> int:
     return 1
 
 
-def kernel_source(text: str, name: str, kernels: Collection[str] | None = None) -> HostSource:
+def kernel_source(text: str, name: str, kernels: Collection[str] | None = None) -> Text:
     """A generated source for the host's compiler. Its kernels are ``extern "C"``, so their names are theirs alone.
 
     Where only some ``kernels`` are wanted the others are ``static``, without an entry: a compiler drops them unread.
@@ -66,15 +58,15 @@ def kernel_source(text: str, name: str, kernels: Collection[str] | None = None) 
         text = _KERNEL.sub(lambda found: found[0] if found[1] in kernels else f"static {found[0]}", text)
         text = text.replace('extern "C" static ', "[[maybe_unused]] static ")
     header = f'#define FLASHGEN_EMULATOR 1\n{_pasted(HEADER)}#line 1 "{name}.cu"\n'
-    body = _INCLUDE.sub(lambda found: "" if Path(found[1]).name == HEADER else found[0], text)
+    body = _INCLUDE.sub(lambda found: "" if Path(found[1]).name == HEADER else found[0], _DIRECTIVE.sub("", text))
     entries = "".join(_ENTRY.replace("KERNEL", kernel) for kernel in wanted)
-    return HostSource(name, f'{header}{body}\n#line 1 "{name}.entries"\n{_REGISTERS}{entries}')
+    return Text(name, f'{header}{body}\n#line 1 "{name}.entries"\n{_REGISTERS}{entries}')
 
 
 @functools.cache
-def machine_source() -> HostSource:
+def machine_source() -> Text:
     """The machine that all kernels run on."""
-    return HostSource("emulator", _pasted("machine/machine.cpp"))
+    return Text("emulator", _pasted("machine/machine.cpp"))
 
 
 @functools.cache

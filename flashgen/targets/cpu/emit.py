@@ -30,7 +30,7 @@ from flashgen.emit.context import (
     template_values,
     tidy,
 )
-from flashgen.emit.environment import environment, templates_folder
+from flashgen.emit.environment import environment
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.emit.placement import Placement
 from flashgen.emit.ranges import RangeCode, range_code
@@ -51,6 +51,7 @@ from flashgen.plan.arguments import (
     param_field,
 )
 from flashgen.plan.work import CPU_COSTS, pair_work
+from flashgen.store.shipped import shipped
 from flashgen.targets.cpu.recipes import keeps_lists
 from flashgen.targets.cpu.tiles import CpuJvpPlan, CpuPlan
 from flashgen.version import __version__
@@ -65,7 +66,7 @@ _PRIMITIVES = (
     "convert.h",
     "vector_math.h",
     "standard.h",
-    "../../primitives/ranges.h",
+    "../../include/flashgen/ranges.h",
     "captured.h",
     "tile_product.h",
     "few_rows.h",
@@ -388,7 +389,7 @@ def _primitives(*, dropout: bool) -> tuple[str, ...]:
     """The primitive layer as text to paste: its own includes are already there, in order."""
     after = _PRIMITIVES.index("vector.h") + 1
     names = (*_PRIMITIVES[:after], *(("philox.h",) if dropout else ()), *_PRIMITIVES[after:])
-    folder = templates_folder() / "cpu" / "primitives"
+    folder = shipped("templates") / "cpu" / "primitives"
     return tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in names)
 
 

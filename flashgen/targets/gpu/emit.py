@@ -12,6 +12,7 @@ from flashgen.analysis.variant import Variant
 from flashgen.emit.context import template_values, tidy
 from flashgen.emit.environment import environment
 from flashgen.emit.kernel_source import KernelSource
+from flashgen.store.headers import headers_of
 from flashgen.targets.gpu.printed.gradients import GradientCode, gradient_code
 from flashgen.targets.gpu.printed.mask import MaskCode, mask_code
 from flashgen.targets.gpu.printed.operands import OperandCode, operand_code
@@ -57,14 +58,15 @@ def emit_cuda(plan: GpuPlan) -> KernelSource:
     """The CUDA C++ source of one head dimension for one target."""
     variant, symbol = plan.recipe.variant, cuda_symbol(plan.recipe.variant)
     context = _context(plan, symbol)
-    rendered = environment().get_template("cuda/kernel.cu.jinja").render(template_values(context))
+    text = tidy(environment().get_template("cuda/kernel.cu.jinja").render(template_values(context)))
     return KernelSource(
         file_name=f"{symbol}{'_backward' if variant.kind.backward_only else ''}_{plan.target}.cu",
         target=plan.target,
         symbol=symbol,
         head_dim=variant.head_dim,
-        text=tidy(rendered),
+        text=text,
         defines=(),
+        headers=headers_of(text),
     )
 
 

@@ -1,19 +1,18 @@
-"""Stage 4, emit for GPUs: the primitive layer as text to paste, so that a source is one self-contained file.
+"""Stage 4, emit for GPUs: what a source takes of the primitive layer.
 
-In: what the kernel uses. Out: the files of ``templates/cuda/primitives`` in order, without their includes of each
-other, and those of ``templates/primitives``, which CPUs have, too.
+In: what the kernels use. Out: the includes of headers of ``templates/include``, and products of warpgroups, which are
+printed: their instructions name every register.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flashgen.emit.environment import environment, templates_folder
+from flashgen.emit.environment import environment
 from flashgen.ir.types import ElementType
 
-_PRIMITIVES = ("types.cuh", "team.cuh", "math.cuh", "captured.cuh", "shared_tile.cuh", "fragments.cuh", "reduce.cuh")
+_ALWAYS = ("captured", "fragments", "math", "observed", "reduce", "shared_tile", "team", "types")
 
 C_TYPES: Mapping[ElementType, str] = {
     ElementType.F16: "fg::half_t",
@@ -34,57 +33,21 @@ class WarpgroupProducts:
     clusters: bool = False  # blocks share copies
 
 
-def primitives(
-    *,
-    dropout: bool,
-    f8_cached: bool = False,
-    f8: bool = False,
-    parts: bool = False,
-    listed: bool = False,
-    warpgroups: WarpgroupProducts | None = None,
-    pieces: bool = False,
-    sequence_copies: bool = False,
-    tangent: bool = False,
-    pairs: bool = False,
-    lines: bool = False,
-) -> tuple[str, ...]:
-    """The texts to paste, lowest layer first. ``sequence_copies``: tensor copies find rows of sequences; ``lines``: the
-    mask is asked once a line.
-    """
-    more = {"philox.cuh": dropout, "eight_bits.cuh": f8_cached or f8, "parts.cuh": parts, "units.cuh": listed}
-    more |= dict.fromkeys(("narrow_instructions.cuh", "narrow_tile.cuh"), f8_cached)
-    more |= {"products_of_both.cuh": tangent, "pairs.cuh": pairs, "lane_bits.cuh": lines}
-    names = (
-        *(("dropout_instructions.cuh",) if dropout else ()),
-        *_PRIMITIVES,
-        *(name for name, is_used in more.items() if is_used),
-    )
-    folder = templates_folder() / "cuda" / "primitives"
-    instructions = (folder / "instructions.cuh").read_text(encoding="utf-8").replace("#pragma once\n", "")
-    others = tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in names)
-    masks = ("standard.cuh", "../../primitives/ranges.h", "observed.cuh", *(("pieces.cuh",) if pieces else ()))
-    of_masks = tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in masks)
-    of_warpgroups = _warpgroup_primitives(warpgroups, sequence_copies=sequence_copies, tangent=tangent)
-    return (instructions, *others, *of_warpgroups, *of_masks)
-
-
-def _warpgroup_primitives(
-    products: WarpgroupProducts | None, *, sequence_copies: bool, tangent: bool
-) -> tuple[str, ...]:
-    if products is None:
-        return ()
-    elements = [{"name": str(each), "c_type": C_TYPES[each].removeprefix("fg::")} for each in products.elements]
-    template = environment().get_template("cuda/primitives/warpgroup_instructions.cuh.jinja")
-    instructions = template.render(tiles=products.tiles, elements=elements, clusters=products.clusters).lstrip()
-    folder = templates_folder() / "cuda" / "primitives"
-    of_8_bits = ("eight_bits_instructions.cuh", "warpgroup_eight_bits.cuh")
-    more = {"warpgroup_spans.cuh": bool(products.spans)}
-    more |= {"warpgroup_sums.cuh": tangent, "tensor_copies.cuh": True, "sequence_copies.cuh": sequence_copies}
-    more |= dict.fromkeys(of_8_bits, ElementType.F8E4M3 in products.elements)
-    more |= {"warpgroup_turns.cuh": products.turns, "clusters.cuh": products.clusters}
-    others = ("warpgroup.cuh", *(name for name, is_used in more.items() if is_used))
-    return (instructions, *(_without_includes((folder / name).read_text(encoding="utf-8")) for name in others))
-
-
-def _without_includes(header: str) -> str:
-    return re.sub(r"^#(pragma once|include .*)\n", "", header, flags=re.MULTILINE)
+def primitives(*more: str, warpgroups: WarpgroupProducts | None = None) -> str:
+    """What stands first in a source: the includes of what every one uses, of ``more``, and products of warpgroups."""
+    names = {*_ALWAYS, *more}
+    if warpgroups is not None:
+        used = {
+            "clusters": warpgroups.clusters,
+            "tensor_copies": True,
+            "warpgroup": True,
+            "warpgroup_eight_bits": ElementType.F8E4M3 in warpgroups.elements,
+            "warpgroup_spans": warpgroups.spans,
+            "warpgroup_turns": warpgroups.turns,
+        }
+        names |= {name for name in used if used[name]}
+    included = "".join(f'#include "flashgen/{name}.cuh"\n' for name in sorted(names))
+    if warpgroups is None:
+        return included
+    template = environment().get_template("cuda/warpgroup_products.cuh.jinja")
+    return template.render(included=included, products=warpgroups, c_types=C_TYPES)

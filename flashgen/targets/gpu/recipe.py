@@ -35,7 +35,7 @@ _ANY_DOT: Mapping[Expr, Range] = {DOT: FloatRange(-math.inf, math.inf)}  # of fi
 _ORDERED = tuple(map(frozenset, ((), ("b",), ("b", "hkv"))))
 _MOST_FLOAT = (2 - 2.0**-23) * 2.0**127
 _PARAM = FloatRange(2.0**-60, 2.0**60)  # of scores; by others these are no numbers, or none that a float holds
-MOST_LSE = 88.0  # beyond, a row's scores are extreme: templates/cuda/primitives/math.cuh says the same
+MOST_LSE = 88.0  # beyond, a row's scores are extreme: templates/include/flashgen/math.cuh says the same
 
 
 class Lists(Enum):

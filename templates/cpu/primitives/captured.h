@@ -6,7 +6,7 @@
 #pragma once
 #include "convert.h"
 #include "standard.h"
-#include "../../primitives/ranges.h"
+#include "../../include/flashgen/ranges.h"
 #include "vector.h"
 #include "vector_math.h"
 

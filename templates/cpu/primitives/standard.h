@@ -1,4 +1,4 @@
-// What templates/primitives is written over, for CPUs: the standard library.
+// What ranges.h is written over, for CPUs: the standard library.
 #pragma once
 #include <algorithm>
 #include <cmath>

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.last_keys import LEAST_PART, MOST_PARTS, MOST_UNITS, PART_OVERHEAD, shares_last
@@ -43,8 +44,18 @@ class Constants:
     by_element: Mapping[str, tuple[tuple[str, str], ...]]
 
 
+class _OfTypes:
+    """A pass over its element types, by their ``tiles``."""
+
+    tiles: Mapping[str, Any]
+
+    def has(self, what: str) -> bool:
+        """Whether the tiles of some type are so."""
+        return any(getattr(each, what) for each in self.tiles.values())
+
+
 @dataclass(frozen=True)
-class ForwardCode:
+class ForwardCode(_OfTypes):
     """The forward pass, over its element types, in the C++ ``namespace`` that holds its block.
 
     ``shows_columns``: what the mask reads by column comes with the tile; ``wide``: V has more columns than a product
@@ -86,24 +97,9 @@ class ForwardCode:
         return any(each.tensor_copies and each.begins_next and not each.goes_over for each in self.tiles.values())
 
     @property
-    def goes_over(self) -> bool:
-        """Whether some do for which others copy."""
-        return any(each.goes_over for each in self.tiles.values())
-
-    @property
-    def pairs_staged(self) -> bool:
-        """Whether in some what pairs read comes by way of shared memory."""
-        return any(each.pairs_staged for each in self.tiles.values())
-
-    @property
     def divided(self) -> bool:
         """Whether warps share rows, and scores of each key tile."""
         return any(each.split > 1 and not each.takes_turns for each in self.tiles.values())
-
-    @property
-    def turns(self) -> bool:
-        """Whether two warpgroups share rows, and weigh key tiles in turns: then all types' do."""
-        return any(each.takes_turns for each in self.tiles.values())
 
     @property
     def cluster(self) -> int:
@@ -112,7 +108,7 @@ class ForwardCode:
 
 
 @dataclass(frozen=True)
-class BackwardCode:
+class BackwardCode(_OfTypes):
     """The pass of dK and dV, over its element types.
 
     ``persistent``: the types where blocks that add up dQ take one key tile after another. ``shows_rows``: what the
@@ -128,7 +124,6 @@ class BackwardCode:
     persistent: tuple[str, ...]
     shows_rows: bool
     divided: bool
-    pairs_staged: bool
     clears: bool
     has_turns: bool
     shares_last: bool
@@ -141,11 +136,6 @@ class BackwardCode:
     def mapped(self) -> tuple[str, ...]:
         """The types whose kernels take maps for tensor copies."""
         return tuple(name for name, each in self.tiles.items() if each.tensor_copies)
-
-    @property
-    def weighs_whole(self) -> bool:
-        """Whether warpgroups weigh a tile of 128 queries at once: then all types' do."""
-        return any(each.weighs_whole for each in self.tiles.values())
 
     @property
     def persistent_served(self) -> bool:
@@ -163,16 +153,6 @@ class BackwardCode:
         return any(self.tiles[name].begins_next for name in self.persistent)
 
     @property
-    def shares_keys(self) -> bool:
-        """Whether two warpgroups share 64 keys."""
-        return any(each.shares_keys for each in self.tiles.values())
-
-    @property
-    def dq_in_halves(self) -> bool:
-        """Whether two warpgroups have half of the columns of dQ each."""
-        return any(each.dq_in_halves for each in self.tiles.values())
-
-    @property
     def column_parts(self) -> int:
         """Blocks of a cluster that have a part of the columns each, of some types."""
         return max(each.column_parts for each in self.tiles.values())
@@ -181,11 +161,6 @@ class BackwardCode:
     def clusters(self) -> bool:
         """Whether blocks run in clusters, of some types."""
         return any(each.cluster > 1 for each in self.tiles.values())
-
-    @property
-    def divides_keys(self) -> bool:
-        """Whether blocks of a cluster have a part of a tile's keys each, of some types."""
-        return any(each.divides_keys for each in self.tiles.values())
 
 
 @dataclass(frozen=True)
@@ -286,7 +261,6 @@ def backward_code(plan: GpuPlan) -> BackwardCode:
         persistent=tuple(str(each.element) for each in plan.elements if recipe.one_pass and each.backward.persistent),
         shows_rows=bool(recipe.row_state and recipe.observed_rows),
         divided=any(each.queries.split > 1 for each in plan.elements),
-        pairs_staged=pairs_staged,
         clears=any(stored_whole(recipe, each.backward) for each in plan.elements),
         has_turns=any(takes_turns(recipe, each.backward) for each in plan.elements),
         shares_last=any(shares_last(recipe.variant, each.backward) for each in plan.elements),

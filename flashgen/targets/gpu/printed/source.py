@@ -50,7 +50,7 @@ class SourceCode:
     elements: tuple[Element, ...]
     parts: tuple[str, ...]
     kernels: frozenset[str]
-    primitives: tuple[str, ...]
+    primitives: str
     warpgroups: bool
     has_forward: bool
     has_backward: bool
@@ -62,6 +62,19 @@ def source_code(plan: GpuPlan, symbol: str, *, lines: bool) -> SourceCode:
     spec = variant.spec
     elements = tuple(Element(str(each.element), C_TYPES[each.element]) for each in plan.elements)
     reads_words = recipe.ahead is not None or bool(stored_tensors(spec) or recipe.in_turn) or variant.uses_sqdist
+    used = {
+        "eight_bits": variant.kind.f8,
+        "lane_bits": lines,
+        "narrow_tile": variant.kind.f8_cached,
+        "pairs": warpgroups is not None and reads_words,
+        "parts": variant.kind.parts or variant.kind.slices or variant.kind.cached,
+        "philox": has_dropout(variant),
+        "pieces": recipe.cuts,
+        "products_of_both": variant.tangent is not None,
+        "sequence_copies": warpgroups is not None and variant.kind.ragged,
+        "units": variant.listed is not None,
+        "warpgroup_sums": warpgroups is not None and variant.tangent is not None,
+    }
     return SourceCode(
         name=spec.name,
         symbol=symbol,
@@ -78,19 +91,7 @@ def source_code(plan: GpuPlan, symbol: str, *, lines: bool) -> SourceCode:
             *(each.name.upper() for each in elements),
         ),
         kernels=frozenset(started(symbol, plan)),
-        primitives=primitives(
-            dropout=has_dropout(variant),
-            f8_cached=variant.kind.f8_cached,
-            f8=variant.kind.f8,
-            parts=variant.kind.parts or variant.kind.slices or variant.kind.cached,
-            listed=variant.listed is not None,
-            warpgroups=warpgroups,
-            pieces=recipe.cuts,
-            sequence_copies=variant.kind.ragged,
-            tangent=variant.tangent is not None,
-            pairs=warpgroups is not None and reads_words,
-            lines=lines,
-        ),
+        primitives=primitives(*(name for name in used if used[name]), warpgroups=warpgroups),
         warpgroups=warpgroups is not None,
         has_forward=not variant.kind.backward_only,
         has_backward=not variant.kind.forward_only,
