@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashgen.flex.numbers import Guards, Number
+from flashgen.flex.numbers import Guards, lifted, told
 from flashgen.flex.places import NOT_THE_USERS, spellings
 
 _PACKAGES = frozenset(("flashgen", "numpy", "torch"))
@@ -297,7 +297,7 @@ class Lifting:
         number = _number_of(value)
         if number is not None and math.isfinite(number):
             self._count += 1
-            return Number(number, ("leaf", self._count - 1), self._guards)
+            return lifted(number, ("leaf", self._count - 1), self._guards)
         if isinstance(value, Tensor):
             self._count += id(value) not in self._tensors
             self._tensors.add(id(value))
@@ -379,7 +379,7 @@ class Lifting:
         number = _number_of(value)
         if number is not None and math.isfinite(number):
             # Another value is another number: the mod may change what it reads.
-            return Number(number, ("attribute", id(holder), name, repr(value)), self._guards)
+            return lifted(number, ("attribute", id(holder), name, repr(value)), self._guards)
         if isinstance(value, Tensor):
             self._names.setdefault(id(value), name)
             return value
@@ -406,7 +406,7 @@ class Attributes:
         return lifting.attribute(object.__getattribute__(self, "_target"), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(object.__getattribute__(self, "_target"), name, value.settled() if type(value) is Number else value)
+        setattr(object.__getattribute__(self, "_target"), name, told(value))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         target = object.__getattribute__(self, "_target")

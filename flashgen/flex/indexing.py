@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashgen.flex.numbers import Number
+from flashgen.flex.numbers import settled, told
 from flashgen.flex.places import refuse
-from flashgen.flex.stand_ins import Row, Symbolic, row
+from flashgen.flex.stand_ins import Row, Symbolic, flat, mapped, watched
 from flashgen.flex.values import INT, Session, choice, extent_symbol, node, scalar_of
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, literal
 from flashgen.ir.interval import FULL_FLOAT, FloatRange
@@ -26,10 +26,11 @@ _ALL = slice(None)
 def index(session: Session, target: Tensor, key: Any) -> Any:
     """``target[key]``: a value where every dimension is indexed, else a row."""
     keys = list(key) if type(key) is tuple else [key]
+    if isinstance(target, Symbolic) and (target.row is None or target.dim() == 0):
+        return _part(target, keys)
     if isinstance(target, Symbolic):
-        refuse("E603", "a value without dimensions is indexed", hints=("use it as it is",))
-    if isinstance(target, Row):
-        tensor, indices = target.captured, list(target.places)
+        assert target.row is not None
+        tensor, indices = target.row.captured, list(target.row.places)
     else:
         target, keys = _sliced(session, target, keys)
         tensor, indices = target, [None] * target.dim()
@@ -43,8 +44,21 @@ def index(session: Session, target: Tensor, key: Any) -> Any:
         indices[axis] = None if _is_all(each) else _position(session, each, tensor, number, axis)
     found = [each for each in indices if each is not None]
     if len(found) < len(indices):
-        return row(tensor, tuple(indices))
+        return session.row(Row(tensor, tuple(indices)))
     return session.symbolic(session.load(tensor, found))
+
+
+def _part(x: Symbolic, keys: list[Any]) -> Any:
+    """Of what is computed of a row what is indexed by numbers, slices, None and an ellipsis."""
+    if x.dim() == 0 and any(each is not None and each is not Ellipsis for each in keys):
+        refuse("E603", "a value without dimensions is indexed", hints=("use it as it is",))
+    if any(isinstance(each, Tensor) for each in flat(keys)):
+        refuse("E603", "what is computed of a row is indexed by a value", hints=("index the captured tensor instead",))
+    try:
+        with watched():
+            return x[tuple(mapped(keys, told))]
+    except IndexError as error:
+        return refuse("E603", f"an index is outside of a row of shape {list(x.shape)}: {error}")
 
 
 def _sliced(session: Session, target: Tensor, keys: list[Any]) -> tuple[Tensor, list[Any]]:
@@ -65,8 +79,7 @@ def _sliced(session: Session, target: Tensor, keys: list[Any]) -> tuple[Tensor, 
         elif each is None or type(each) is slice:
             left.append(_ALL)
     name = session.names.get(id(target), "")
-    chosen: Any = tuple(each.value if type(each) is Number else each for each in plain)
-    part = target[chosen]
+    part = target[tuple(mapped(plain, settled))]
     session.remember_alive(part)
     session.names.setdefault(id(part), name)
     return part, left
@@ -175,32 +188,13 @@ class Lengths(tuple[Any, ...]):
         return Lengths(found) if type(key) is slice else found
 
 
-def extents(session: Session, name: str, tensor: Tensor, dim: Any = None) -> Any:
-    """Lengths of a captured tensor, as numbers that a later call finds anew. None: as they are."""
-    leaf = session.leaves.get(id(tensor))
-    if leaf is None:
-        return None
-    with torch._C.DisableTorchFunction():
-        lengths = tuple(tensor.shape)
+def lengths(session: Session, name: str, x: Tensor, dim: Any = None) -> Any:
+    """Lengths of a captured tensor, or of a row of one."""
+    row = x.row if isinstance(x, Symbolic) else Row(x, (None,) * x.dim())
+    assert row is not None
+    found = Lengths(
+        each for each, place in zip(session.lengths(row.captured), row.places, strict=True) if place is None
+    )
     if name == "__len__":
-        if not lengths:
-            return None
-        return session.guards.tell(("extent", leaf, 0), lengths[0])
-    numbers = Lengths(Number(length, ("extent", leaf, axis), session.guards) for axis, length in enumerate(lengths))
-    return numbers if dim is None else numbers[dim]
-
-
-def row_answer(session: Session, name: str, target: Row, *args: Any, **kwargs: Any) -> Any:
-    """What can be asked of a captured tensor of which some dimensions are indexed."""
-    tensor, indices = target.captured, target.places
-    open_axes = [axis for axis, each in enumerate(indices) if each is None]
-    if name in ("get:shape", "size"):
-        numbers = extents(session, "get:shape", tensor) or tuple(tensor.shape)
-        lengths = Lengths(numbers[axis] for axis in open_axes)
-        dim = args[0] if args else kwargs.get("dim")
-        return lengths if dim is None else lengths[dim]
-    if name in ("dim", "get:ndim"):
-        return len(open_axes)
-    if name == "get:dtype":
-        return tensor.dtype
-    return session.device
+        return int(found[0])
+    return found if dim is None else found[dim]

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 # ("leaf", k): what was captured as the k-th; ("extent", k, axis): of a tensor's shape; ("constant", x, repr(x));
@@ -22,39 +23,21 @@ from torch import Tensor
 Recipe = tuple[Any, ...]
 Host = bool | int | float
 
-_BINARY: Mapping[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "truediv": operator.truediv,
-    "floordiv": operator.floordiv,
-    "mod": operator.mod,
-    "pow": operator.pow,
-    "lshift": operator.lshift,
-    "rshift": operator.rshift,
-    "and": operator.and_,
-    "or": operator.or_,
-    "xor": operator.xor,
+_Operations = Mapping[str, Callable[..., Any]]
+_BINARY: _Operations = {
+    name.strip("_"): getattr(operator, name)
+    for name in (
+        *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift"),
+        *("and_", "or_", "xor"),
+    )
 }
-_UNARY: Mapping[str, Callable[..., Any]] = {
-    "neg": operator.neg,
-    "pos": operator.pos,
-    "abs": operator.abs,
-    "invert": operator.invert,
+_UNARY: _Operations = {
+    **{name: getattr(operator, name) for name in ("neg", "pos", "abs", "invert")},
+    **{name: getattr(math, name) for name in ("floor", "ceil", "trunc")},
     "round": round,
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "trunc": math.trunc,
 }
-_COMPARISONS: Mapping[str, Callable[..., Any]] = {
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-    "eq": operator.eq,
-    "ne": operator.ne,
-}
-_OPERATIONS = MappingProxyType({**_BINARY, **_UNARY, **_COMPARISONS, "bool": bool})
+_COMPARISONS: _Operations = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
+_OPERATIONS: _Operations = MappingProxyType({**_BINARY, **_UNARY, **_COMPARISONS, "bool": bool})
 
 
 def evaluate(recipe: Recipe, leaves: Sequence[Any]) -> Host:
@@ -93,24 +76,46 @@ def as_host(value: object) -> Host | None:
     return float.__float__(value) if issubclass(kind, float) else None  # type: ignore[arg-type]
 
 
+class _Node:
+    """What PyTorch asks of a number that it is given: where it has to know the value, the trace depends on it."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, number: Number) -> None:
+        self.number = number
+
+    def is_int(self) -> bool:
+        return isinstance(self.number.value, int)
+
+    def is_float(self) -> bool:
+        return not self.is_int()
+
+    def guard_int(self, file: str, line: int) -> int:  # noqa: ARG002 - PyTorch's arguments
+        return int(self.number)
+
+    def guard_float(self, file: str, line: int) -> float:  # noqa: ARG002
+        return float(self.number)
+
+    def _no(self) -> bool:
+        return False
+
+    def _none(self) -> None:
+        return None
+
+    is_bool = is_constant = is_nested_int = _no
+    maybe_as_int = constant_int = _none
+
+
 class Number:
-    """A captured Python number. ``isinstance`` takes it for an int or a float."""
+    """A captured Python number. ``isinstance`` takes it for an int or a float, PyTorch for a symbol of its own."""
 
-    __slots__ = ("guards", "recipe", "value")
-
-    def __init__(self, value: int | float, recipe: Recipe, guards: Guards) -> None:
-        self.value = value
-        self.recipe = recipe
-        self.guards = guards
+    value: int | float
+    recipe: Recipe
+    guards: Guards
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self.value)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # The tracing mode sees every call before this; PyTorch takes an object that has the method as an operand.
-        return NotImplemented
 
     def settled(self) -> int | float:
         """The number itself, which the trace depends on from now on."""
@@ -142,6 +147,8 @@ class Number:
         return format(self.settled(), form)
 
     def __getattr__(self, name: str) -> Any:
+        if not hasattr(type(self.value), name):
+            raise AttributeError(name)
         return getattr(self.settled(), name)
 
     def __divmod__(self, other: Any) -> Any:
@@ -151,9 +158,51 @@ class Number:
         return other // self, other % self
 
 
+class _Int(Number, torch.SymInt): ...
+
+
+class _Float(Number, torch.SymFloat): ...
+
+
+def lifted(value: int | float, recipe: Recipe, guards: Guards) -> Number:
+    """A captured number."""
+    kind = _Int if isinstance(value, int) else _Float
+    made: Number = kind.__new__(kind)
+    made.value, made.recipe, made.guards = value, recipe, guards
+    made.node = _Node(made)  # type: ignore[attr-defined]
+    return made
+
+
+def as_number(value: object) -> Number | None:
+    """A captured number, also as PyTorch hands it on; None for anything else."""
+    kind = type(value)
+    if kind in (torch.SymInt, torch.SymFloat):
+        return value.node.number  # type: ignore[attr-defined, no-any-return]
+    return value if issubclass(kind, Number) else None  # type: ignore[return-value]
+
+
+def own(value: Any) -> Any:
+    """The same, a captured number that PyTorch hands on as ours."""
+    number = as_number(value)
+    return value if number is None else number
+
+
+def settled(value: Any) -> Any:
+    """The same, of a captured number its value: what is computed of it is captured anew by each call."""
+    number = as_number(value)
+    return value if number is None else number.value
+
+
+def told(value: Any) -> Any:
+    """The same, of a captured number its value, which the trace depends on from now on."""
+    number = as_number(value)
+    return value if number is None else number.settled()
+
+
 def _operand(value: object) -> tuple[Host, Recipe] | None:
-    if type(value) is Number:
-        return value.value, value.recipe
+    number = as_number(value)
+    if number is not None:
+        return number.value, number.recipe
     plain = as_host(value)
     # 1, 1.0 and True are equal, and so are 0.0 and -0.0; they are not the same operand.
     return None if plain is None else (plain, ("constant", plain, repr(plain)))
@@ -161,7 +210,7 @@ def _operand(value: object) -> tuple[Host, Recipe] | None:
 
 def _made(number: Number, value: Any, recipe: Recipe) -> Any:
     if type(value) in (int, float):
-        return Number(value, recipe, number.guards)
+        return lifted(value, recipe, number.guards)
     return value if value is NotImplemented else number.guards.tell(recipe, value)
 
 

@@ -1,13 +1,17 @@
 """What a mod is given, and computes: tensors to it, expressions to us.
 
-A ``Symbolic`` is a tensor of no dimensions and holds an expression; a ``Row`` is a captured tensor of which some
-dimensions have been indexed; a ``Vector`` is what was computed of one.
+To PyTorch a ``Symbolic`` is a tensor of ones, with which it checks and promotes what a mod computes; to us each of its
+elements is a ``Cell``, which holds an expression. A row, a captured tensor of which some dimensions are indexed, reads
+its elements when they are asked for. Operators of such tensors go to ``dispatch.py``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,64 +21,136 @@ from torch.utils._python_dispatch import _disable_current_modes
 from flashgen.flex.places import refuse
 from flashgen.ir.expr import Expr
 
+Cells = np.ndarray[Any, Any]
 
-class Symbolic(Tensor):
-    """A number of a mod: to the mod a tensor without dimensions, to us an expression."""
+
+@dataclass(eq=False)
+class Cell:
+    """An element of a symbolic tensor; views share it, and a method in place changes it."""
 
     expr: Expr
-    held: torch.dtype
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        refuse("E606", "a value of a mod was used after the mod had returned")
 
 
-class Row(Tensor):
-    """A captured tensor of which some dimensions are indexed: ``places`` holds None for those that are not."""
+class Row(NamedTuple):
+    """A captured tensor and the index of each of its dimensions, None where there is none yet."""
 
     captured: Tensor
     places: tuple[Expr | None, ...]
 
-    __torch_function__ = Symbolic.__torch_function__
+
+class Symbolic(Tensor):
+    """A tensor of a mod: ``session`` is the trace that it belongs to, ``ones`` what PyTorch computes with."""
+
+    session: Any
+    row: Row | None
+    ones: Tensor
+    _cells: Cells | None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(each, Symbolic) and each.session.is_over for each in flat((args, kwargs))):
+            refuse("E606", "a value of a mod was used after the mod had returned")
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        # PyTorch itself shows arguments where an overload of an operator does not take them.
+        is_watched = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
+        return "a value of a mod" if is_watched else super().__repr__(**options)  # type: ignore[no-untyped-call]
+
+    @property
+    def cells(self) -> Cells:
+        """The elements, as an array of the tensor's shape."""
+        if self._cells is None:
+            assert self.row is not None
+            self._cells = self.session.elements(self.row)
+        return self._cells
+
+    @property
+    def expr(self) -> Expr:
+        """What a tensor without dimensions is."""
+        cell: Cell = self.cells.item()
+        return cell.expr
 
 
-class Vector(Tensor):
-    """What a mod computes of a row: an array of ``Symbolic``, of at least one dimension."""
-
-    parts: np.ndarray[Any, Any]
-
-    __torch_function__ = Symbolic.__torch_function__
-
-
-def symbolic(expr: Expr, dtype: torch.dtype) -> Symbolic:
-    """A tensor of a mod that holds an expression."""
-    with torch._C.DisableTorchFunction():
-        made: Symbolic = torch.Tensor._make_subclass(Symbolic, _blank(dtype))
-    made.expr, made.held = expr, dtype
+def symbolic(
+    session: Any, dtype: torch.dtype, shape: Sequence[int], cells: Cells | None = None, row: Row | None = None
+) -> Symbolic:
+    """A tensor of these elements, or of a row's."""
+    ones = _ones(dtype, tuple(shape))
+    with torch._C.DisableTorchFunction(), unwatched():
+        made: Symbolic = torch.Tensor._make_subclass(Symbolic, ones)
+    made.session, made.row, made._cells, made.ones = session, row, cells, ones
     return made
 
 
-@functools.lru_cache(maxsize=32)
-def _blank(dtype: torch.dtype) -> Tensor:
-    """A tensor without dimensions, a real one also where a mode makes fake ones."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.inference_mode(False):
-        return torch.zeros((), dtype=dtype, device="cpu")
+@functools.lru_cache(maxsize=256)
+def _ones(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Ones, real ones also where a mode makes fake ones; a long row takes no memory."""
+    with torch._C.DisableTorchFunction(), unwatched(), _disable_current_modes(), torch.inference_mode(mode=False):
+        return torch.ones((), dtype=dtype, device="cpu").expand(shape)
 
 
-def row(captured: Tensor, indices: tuple[Expr | None, ...]) -> Row:
-    """A captured tensor of which some dimensions are indexed."""
-    with torch._C.DisableTorchFunction():
-        made: Row = torch.Tensor._make_subclass(Row, _blank(torch.float32))
-    made.captured, made.places = captured, indices
-    return made
+# -- operators ---------------------------------------------------------------------------------------------------------
+
+# A key of PyTorch's dispatcher above all others, which it leaves to extensions: while it is on, operators come here as
+# they are called. A ``__torch_dispatch__`` would import DTensor and SymPy at the first of them, which takes a second.
+_KEY = torch._C._dispatch_key_parse("DeferredInit")
+_KEYS = torch._C.DispatchKeySet(_KEY)
 
 
-def vector(parts: np.ndarray[Any, Any]) -> Vector | Symbolic:
-    """An array of symbolic values as a tensor; of no dimensions the value itself."""
-    if parts.ndim == 0:
-        alone: Symbolic = parts.item()
-        return alone
-    with torch._C.DisableTorchFunction():
-        made: Vector = torch.Tensor._make_subclass(Vector, _blank(torch.float32))
-    made.parts = parts
-    return made
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Operators of symbolic tensors are answered by their session."""
+    with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes(), torch._C._IncludeDispatchKeyGuard(_KEY):
+        yield
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Operators are PyTorch's own."""
+    with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+        yield
+
+
+def _dispatched(func: Any, *args: Any, **kwargs: Any) -> Any:
+    session = next((each.session for each in flat((args, kwargs)) if isinstance(each, Symbolic)), None)
+    if session is not None:
+        return session.dispatch(session, func, args, kwargs)
+    with unwatched():
+        return func(*args, **kwargs)
+
+
+_LIBRARY: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
+_LIBRARY.fallback(_dispatched, "DeferredInit")
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+def array_of(values: Sequence[Any], shape: Sequence[int] = ()) -> Cells:
+    """An array of objects: NumPy would look into them."""
+    made = np.empty(len(values), object)
+    for place, value in enumerate(values):
+        made[place] = value
+    return made.reshape(tuple(shape))
+
+
+def flat(value: Any) -> list[Any]:
+    """What a call is given, also in tuples, lists, slices and by name."""
+    if type(value) in (tuple, list):
+        return [each for part in value for each in flat(part)]
+    if type(value) is dict:
+        return flat(list(value.values()))
+    return flat([value.start, value.stop, value.step]) if type(value) is slice else [value]
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The same with everything in it changed."""
+    if type(value) in (tuple, list):
+        return type(value)([mapped(each, change) for each in value])
+    if type(value) is dict:
+        return {key: mapped(each, change) for key, each in value.items()}
+    if type(value) is slice:
+        return slice(*(mapped(each, change) for each in (value.start, value.stop, value.step)))
+    return change(value)

@@ -1,16 +1,17 @@
 """Runs a mod on symbolic values and gathers what it computes.
 
 In: a ``score_mod``, a ``mask_mod``. Out: a ``Trace``: the expressions, and where captured values are found. A mode of
-PyTorch sees every function that is called meanwhile: those of symbolic values become nodes, those of captured tensors
-alone are computed, as the mod says.
+PyTorch sees every function that is called meanwhile: operators of symbolic tensors become nodes (``dispatch.py``), what
+is asked of captured tensors alone is computed, as the mod says.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
@@ -18,17 +19,15 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
-from flashgen.diagnostics import SpecError, nearest, quoted_list
+from flashgen.diagnostics import SpecError
 from flashgen.flex.captured import Captured, Lifting
-from flashgen.flex.conversions import cast
-from flashgen.flex.functions import DECISIONS, FUNCTIONS, INSTEAD, MISSING
-from flashgen.flex.indexing import extents, index
-from flashgen.flex.numbers import Guards, Host, Number, Recipe
+from flashgen.flex.dispatch import dispatch
+from flashgen.flex.indexing import index, lengths
+from flashgen.flex.numbers import Guards, Host, Recipe, as_number, settled
 from flashgen.flex.places import border, calling_function, refuse, refuse_at, refuse_raised
-from flashgen.flex.rules import InPlace, Plain, by_our_names
-from flashgen.flex.stand_ins import Row, Symbolic, Vector, symbolic
-from flashgen.flex.values import FLOAT, Session, Value, convert, scalar_of
-from flashgen.flex.vectors import part, vector_answer
+from flashgen.flex.refusals import DECISIONS, INSTEAD, refuse_unknown
+from flashgen.flex.stand_ins import Symbolic, flat, mapped, watched
+from flashgen.flex.values import FLOAT, Session, Value, convert
 from flashgen.ir.expr import Expr, score_input
 from flashgen.ir.expr import index as position
 from flashgen.ir.types import ElementType, ScalarType
@@ -102,7 +101,7 @@ def _trace(
 ) -> Trace:
     guards = Guards()
     names = captured.tensor_names()
-    session = Session(device, guards, captured.tensor_leaves(), names)
+    session = Session(device, dispatch, guards, captured.tensor_leaves(), names)
     score: Mod | None = score_mod
     mask: Mod | None = mask_mod
     if lift:
@@ -112,8 +111,11 @@ def _trace(
         for number, leaf in enumerate(captured.leaves):
             if not isinstance(leaf, Tensor):
                 guards.tell(("leaf", number), leaf)
-    scored = None if score_mod is None else _score(session, score, score_mod)
-    kept = None if mask_mod is None else _mask(session, mask, mask_mod)
+    try:
+        scored = None if score_mod is None else _score(session, score, score_mod)
+        kept = None if mask_mod is None else _mask(session, mask, mask_mod)
+    finally:
+        session.is_over = True
     traced = Traced(
         scored,
         kept,
@@ -135,8 +137,8 @@ def _trace(
 
 
 def _score(session: Session, mod: Any, own: Mod) -> Expr:
-    result = _run(session, mod, own, symbolic(score_input("s"), torch.float32))
-    value = session.value(result) if isinstance(result, Symbolic) or _is_scalar(result) else None
+    result = _run(session, mod, own, session.symbolic(Value(score_input("s"), torch.float32)))
+    value = session.value(result) if _is_scalar(result) else None
     if value is None or value.dtype is torch.bool:
         hints = _score_hint(result, value)
         refuse_at(own, "E603", f"the score_mod returns {_what(result)}; a score is expected", hints=hints)
@@ -145,7 +147,7 @@ def _score(session: Session, mod: Any, own: Mod) -> Expr:
 
 def _mask(session: Session, mod: Any, own: Mod) -> Expr:
     result = _run(session, mod, own)
-    value = session.value(result) if isinstance(result, Symbolic) or _is_scalar(result) else None
+    value = session.value(result) if _is_scalar(result) else None
     if value is None or value.dtype is not torch.bool or value.weak:
         hint = "return torch.ones_like(q_idx, dtype=torch.bool) for a mask that keeps every pair"
         refuse_at(
@@ -164,20 +166,18 @@ def _score_hint(result: object, value: Value | None) -> tuple[str, ...]:
 
 
 def _row_hint(result: object) -> str:
-    if not isinstance(result, (Row, Vector)):
+    if not isinstance(result, Symbolic):
         return ""
     return "index every dimension of the captured tensor, or reduce its row: row.sum(-1), (row == x).any(-1)"
 
 
 def _is_scalar(x: object) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, (Row, Vector)) and x.dim() == 0
+    return isinstance(x, Tensor) and x.dim() == 0
 
 
 def _what(result: object) -> str:
     if isinstance(result, Symbolic):
-        return f"a tensor of {result.held}"
-    if isinstance(result, (Row, Vector)):
-        return "a row of a tensor"
+        return "a row of a tensor" if result.dim() else f"a tensor of {result.dtype}"
     if isinstance(result, Tensor):
         return f"a tensor of shape {list(result.shape)} and {result.dtype}"
     if isinstance(result, (bool, int, float, str)):
@@ -220,9 +220,9 @@ def _takes(signature: inspect.Signature, arguments: tuple[str, ...]) -> bool:
 def _run(session: Session, mod: Any, own: Mod, *first: Symbolic) -> object:
     """The mod's result for symbolic positions."""
     _check_arguments(own, "score_mod" if first else "mask_mod")
-    positions = [symbolic(position(name), torch.int64) for name in _NAMES_OF_POSITIONS]
+    positions = [session.symbolic(Value(position(name), torch.int64)) for name in _NAMES_OF_POSITIONS]
     try:
-        with torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad(), _Watch(session):
+        with torch.set_grad_enabled(torch.is_grad_enabled()), _Watch(session):
             return mod(*first, *positions)
     except SpecError as error:
         if error.diagnostics[0].span is None:
@@ -234,7 +234,7 @@ def _run(session: Session, mod: Any, own: Mod, *first: Symbolic) -> object:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees the functions that a mod calls."""
+    """Sees the functions that a mod calls, before PyTorch does."""
 
     def __init__(self, session: Session) -> None:
         super().__init__()
@@ -242,60 +242,97 @@ class _Watch(TorchFunctionMode):
         self._learns = torch.is_grad_enabled()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = self._answer(func, args, kwargs)
-        if self._learns and not torch.is_grad_enabled():
+        result = self._answer(func, args, kwargs or {})
+        if self._learns and isinstance(result, Symbolic) and not torch.is_grad_enabled():
             self._check_detached(result)
         return result
 
-    def _check_detached(self, result: Any) -> None:
+    def _check_detached(self, result: Symbolic) -> None:
         """What the mod computes under ``no_grad``. PyTorch itself keeps gradients from what it computes there."""
-        if isinstance(result, (Symbolic, Row, Vector)):
-            function = calling_function()
-            if function is not None:
-                _refuse_opaque(f"'{function.__name__}' is an autograd.Function")
-            self._session.check_detached(result, "no_grad")
+        function = calling_function()
+        if function is not None:
+            _refuse_opaque(f"'{function.__name__}' is an autograd.Function")
+        self._session.check_detached(result, "no_grad")
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        kwargs = kwargs or {}
-        name = _name_of(func)
-        kinds = _kinds((args, kwargs))
-        if name == "__getitem__" and isinstance(args[0], Vector):
-            return part(args[0].parts, args[1] if type(args[1]) is tuple else (args[1],))
-        if name == "__getitem__" and (kinds & {Symbolic, Row} or _indexed_by_number(args)):
-            return index(self._session, *args)
-        if kinds & {Symbolic, Row, Vector} and _namespace(func) not in _TORCHS:
-            _refuse_opaque(f"'{_namespace(func)}::{name}' is an operator of torch.library")
-        if kinds & {Row, Vector} or (name == "unsqueeze" and Symbolic in kinds):
-            return vector_answer(self._session, name, args, kwargs, self._symbolic)
-        if Symbolic in kinds or (Number in kinds and name in _MAKERS and Tensor not in kinds):
-            return self._symbolic(name, args, kwargs)
+        session, name, given = self._session, _name_of(func), flat((args, kwargs))
+        is_symbolic = any(type(each) is Symbolic for each in given)
+        if name == "__getitem__" and (is_symbolic or _indexed_by_number(args)):
+            return index(session, *args)
+        if is_symbolic:
+            return self._symbolic(func, name, args, kwargs)
+        numbers = any(as_number(each) is not None for each in given)
+        if numbers and name in _MAKERS and not any(isinstance(each, Tensor) for each in given):
+            return self._made(func, name, args, kwargs)
         return self._plain(func, name, args, kwargs)
 
-    def _symbolic(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _symbolic(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function of values that only a kernel knows."""
-        session = self._session
-        if name in DECISIONS:
+        session, first = self._session, args[0] if args else None
+        if _namespace(func) not in _TORCHS:
+            _refuse_opaque(f"'{_namespace(func)}::{name}' is an operator of torch.library")
+        self._check(name, first, alone=len(args) + len(kwargs) == 1)
+        if name in _PLACES:
+            return session.device if name == "get:device" else session.device.type == name.removeprefix("get:is_")
+        if name in _LENGTHS and isinstance(first, Symbolic) and first.row is not None:
+            return lengths(session, name, *args, **kwargs)
+        if name == "__deepcopy__":
+            func, args = Tensor.clone, args[:1]
+        found = self._called(func, name, args, kwargs)
+        if isinstance(found, Tensor) and type(found) is not Symbolic and found.dim() == 0:
+            session.remember(found, found.item())
+        return found
+
+    def _check(self, name: str, x: object, *, alone: bool) -> None:
+        """Refuse what a mod cannot ask of a value."""
+        if name in DECISIONS and not (name in _OF_DIMENSIONS and isinstance(x, Tensor) and x.dim() > 0):
             hint = INSTEAD.get(name, "")
             message = f"{DECISIONS[name]} asks for a value that is known to the kernel alone, one for each pair"
             refuse("E601", message, hints=(hint,) if hint else ())
-        name = name.removeprefix("special_") if name not in FUNCTIONS else name
-        plain = _name_in_place(name)
-        rule = FUNCTIONS.get(plain or name)
-        if rule is None:
-            _refuse_unknown(name)
-        args, kwargs = by_our_names(rule, args, kwargs)
-        target = args[0] if plain else None
+        if name == "__setitem__":
+            refuse_unknown(name)
+        if name == "type" and alone:
+            refuse("E602", "a mod cannot ask for the name of a type", hints=("ask for x.dtype",))
+        if name in _WITHOUT_GRADIENT and isinstance(x, Symbolic):
+            self._session.check_detached(x, "detach")
+
+    def _called(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What PyTorch makes of a function: operators, which ``dispatch.py`` answers."""
+        self._session.function = name
+        operand = self._operand(name)
         try:
-            result = rule(session, *args, **kwargs)
-        except TypeError as error:
-            refuse("E602", f"a mod cannot call '{name}' like this: {str(error).partition('() ')[2] or error}")
-        if isinstance(result, Plain):
-            return result.answer
-        if isinstance(result, InPlace):
-            target, result = args[0], result.value
-        if target is None:
-            return session.symbolic(result)
-        return _assigned(session, target, result)
+            with watched():
+                return func(*mapped(args, operand), **mapped(kwargs, operand))
+        except (TypeError, ValueError, RuntimeError) as error:
+            if name in _CONVERSIONS and args[1:] and not isinstance(error, SpecError):
+                shown = f"'{args[1].__name__}'" if isinstance(args[1], type) else f"{args[1]!r}"
+                hint = "give a torch.dtype: torch.float32"
+                refuse("E603", f"{shown} is no type of {_CONVERSIONS[name]}", hints=(hint,))
+            raise
+
+    def _operand(self, name: str) -> Callable[[Any], Any]:
+        """Captured tensors as symbolic ones; captured numbers, too, where PyTorch would ask for their values."""
+        session = self._session
+
+        def operand(x: Any) -> Any:
+            if isinstance(x, Tensor):
+                return x if type(x) is Symbolic else session.stand_in(x)
+            if isinstance(x, (str, torch.device)):
+                return _here(x)
+            return session.symbolic(session.value(x)) if name in _OF_TENSORS and as_number(x) is not None else x
+
+        return operand
+
+    def _made(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A tensor that is made of a captured number."""
+        place = _MAKERS[name]
+        value = args[place] if place is not None and place < len(args) else kwargs.get("fill_value")
+        if place is None or as_number(value) is None:
+            return self._plain(func, name, args, kwargs)
+        made: Tensor = self._session.symbolic(self._session.value(value))
+        with watched():
+            made = made if kwargs.get("dtype") is None else made.to(kwargs["dtype"])
+            return made.expand(args[0] if args[1:] else kwargs["size"]) if name == "full" else made
 
     def _plain(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A function of captured tensors and numbers: computed."""
@@ -303,14 +340,12 @@ class _Watch(TorchFunctionMode):
         if name in _RANDOM:
             message = f"'{name}' draws at random, once for all pairs: the mod means something else"
             refuse("E602", message, hints=("draw outside of the mod, and index what was drawn",))
-        if name in _LENGTHS and isinstance(args[0], Tensor):
-            answer = extents(session, name, *args, **kwargs)
-            if answer is not None:
-                return answer
-        result = func(*_settled(args), **_settled(kwargs))
+        if name in _LENGTHS and isinstance(args[0], Tensor) and id(args[0]) in session.leaves and args[0].dim() > 0:
+            return lengths(session, name, *args, **kwargs)
+        result = func(*mapped(args, settled), **mapped(kwargs, settled))
         if name in _QUESTIONS:
             return result
-        makes = name in _MAKERS and not any(isinstance(each, Tensor) for each in (*args, *kwargs.values()))
+        makes = name in _MAKERS and not any(isinstance(each, Tensor) for each in flat((args, kwargs)))
         if makes and isinstance(result, Tensor) and result.dim() == 0:
             session.remember(result, result.item())
             return result
@@ -327,7 +362,15 @@ class _Watch(TorchFunctionMode):
             names.setdefault(id(result), known)
 
 
-_MAKERS = frozenset(("tensor", "as_tensor", "scalar_tensor", "asarray", "full", "zeros", "ones"))
+# Functions that make tensors, and which of their arguments is the value.
+_MAKERS: Mapping[str, int | None] = MappingProxyType(
+    {"tensor": 0, "as_tensor": 0, "scalar_tensor": 0, "asarray": 0, "full": 1, "zeros": None, "ones": None}
+)
+_OF_TENSORS = frozenset(("where", "float_power"))
+_PLACES = frozenset(("get:device", "get:is_cuda", "get:is_cpu"))
+_OF_DIMENSIONS = frozenset(("__len__", "__iter__"))
+_WITHOUT_GRADIENT = frozenset(("detach", "detach_", "get:data"))
+_CONVERSIONS: Mapping[str, str] = MappingProxyType({"to": "numbers", "type": "tensors"})
 _QUESTIONS = frozenset(
     (
         *("get:dtype", "get:device", "get:is_cuda", "get:is_cpu", "get:ndim", "get:requires_grad", "get:layout"),
@@ -359,72 +402,25 @@ def _namespace(func: Any) -> str:
     return str(getattr(func, "_qualified_op_name", func)).partition("::")[0].partition(".")[0] if is_operator else ""
 
 
+def _here(place: Any) -> Any:
+    """The device where PyTorch has symbolic tensors, for any device; other texts as they are."""
+    try:
+        torch.device(place)
+    except RuntimeError:
+        return place
+    return torch.device("cpu")
+
+
 def _refuse_opaque(what: str) -> NoReturn:
     hint = "write its formula in the mod, in PyTorch's functions; derivatives follow from it"
     refuse("E602", f"{what}, whose code a kernel cannot call", hints=(hint,))
 
 
-def _name_in_place(name: str) -> str | None:
-    """What a method that changes its tensor is called otherwise: ``add_``, ``__iand__``. None for others."""
-    if name in FUNCTIONS:
-        return None
-    if name.startswith("__i"):
-        return f"__{name[3:]}"
-    return name[:-1] if name.endswith("_") and not name.startswith("__") else None
-
-
-def _kinds(value: Any) -> set[type]:
-    """The types of what a call is given, also in tuples, lists and by name."""
-    if type(value) in (tuple, list):
-        return set().union(*map(_kinds, value)) if value else set()
-    if type(value) is dict:
-        return _kinds(tuple(value.values()))
-    if type(value) is slice:
-        return _kinds((value.start, value.stop, value.step))
-    return {type(value)}
-
-
 def _indexed_by_number(args: tuple[Any, ...]) -> bool:
     """Whether a captured tensor is indexed by captured numbers, which stay what they are."""
     key = args[1] if type(args[1]) is tuple else (args[1],)
-    return len(key) == args[0].dim() and all(type(each) in (int, Number) for each in key) and args[0].dim() > 0
-
-
-def _settled(value: Any) -> Any:
-    """The same with the values of captured numbers: what is computed of them is captured anew by each call."""
-    if type(value) is Number:
-        return value.value
-    if type(value) in (tuple, list):
-        return type(value)(map(_settled, value))
-    if type(value) is dict:
-        return {key: _settled(each) for key, each in value.items()}
-    if type(value) is slice:
-        return slice(_settled(value.start), _settled(value.stop), _settled(value.step))
-    return value
-
-
-def _assigned(session: Session, target: Symbolic, result: Value) -> Symbolic:
-    """A value that a method changes in place, as all names of it see."""
-    order = {ScalarType.BOOL: 0, ScalarType.INT: 1, ScalarType.FLOAT: 2}
-    if not isinstance(target, Symbolic):
-        refuse("E602", "a mod cannot change a captured tensor")
-    if order[scalar_of(result.dtype)] > order[scalar_of(target.held)]:
-        refuse("E603", f"{result.dtype} cannot be stored in a value of {target.held}", hints=("give it a new name",))
-    made = session.symbolic(cast(result, target.held))
-    target.expr = made.expr
-    return target
-
-
-def _refuse_unknown(name: str) -> NoReturn:
-    shown = name.removeprefix("get:").strip("_") if name.startswith(("__", "get:")) else name
-    if name == "__setitem__":
-        refuse("E602", "a mod cannot assign to elements", hints=("write torch.where(condition, x, y)",))
-    if shown in MISSING:
-        refuse("E602", f"flashgen has no '{shown}' for a mod", hints=(MISSING[shown],))
-    close = nearest(shown, _public(FUNCTIONS), limit=3)
-    hints = (f"did you mean {quoted_list(close)}?",) if close else ("docs/flex.md lists the functions",)
-    refuse("E602", f"flashgen has no '{shown}' for a mod", hints=hints)
-
-
-def _public(names: Iterable[str]) -> list[str]:
-    return [name for name in names if not name.startswith("_") and ":" not in name]
+    return (
+        len(key) == args[0].dim()
+        and all(type(each) is int or as_number(each) is not None for each in key)
+        and args[0].dim() > 0
+    )

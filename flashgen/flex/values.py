@@ -8,14 +8,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from flashgen.flex.numbers import Guards, Host, Number, Recipe, as_host
+from flashgen.flex.numbers import Guards, Host, Number, Recipe, as_host, as_number, lifted
 from flashgen.flex.places import current_place, refuse
-from flashgen.flex.stand_ins import Row, Symbolic, Vector, symbolic
+from flashgen.flex.stand_ins import Cell, Cells, Row, Symbolic, array_of, symbolic
 from flashgen.ir.build import TypingError, apply, power
 from flashgen.ir.expr import MAX_DEPTH, MAX_SIZE, Apply, Expr, Literal, Load, Symbol, SymbolKind, literal, walk
 from flashgen.ir.types import ElementType, ScalarType
@@ -44,6 +45,7 @@ _CONVERTED = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
 }
+MOST_TERMS = 256  # of a row, and of what is computed of it
 NARROW = frozenset((torch.int8, torch.int16, torch.uint8, torch.uint16, torch.uint32))
 
 
@@ -94,11 +96,13 @@ class ParamSlot:
 class Session:
     """One trace: what it has met so far.
 
-    ``leaves`` are the captured tensors by identity, with their place among all that was captured; ``names`` what they
-    are called. ``settled``: nothing was computed of captured tensors, so that a later call may skip the trace.
+    ``dispatch`` answers operators of symbolic tensors; ``function`` is what the mod called last. ``leaves`` are the
+    captured tensors by identity, with their place among all that was captured; ``names`` what they are called.
+    ``settled``: nothing was computed of captured tensors, so that a later call may skip the trace.
     """
 
     device: torch.device
+    dispatch: Any
     guards: Guards
     leaves: dict[int, int]
     names: dict[int, str]
@@ -106,6 +110,8 @@ class Session:
     params: list[ParamSlot] = field(default_factory=list)
     settled: bool = True
     constants: dict[int, bool | int | float] = field(default_factory=dict)
+    function: str = ""
+    is_over: bool = False
     _slots: dict[int, int] = field(default_factory=dict)
     _by_recipe: dict[Recipe, int] = field(default_factory=dict)
     _alive: list[Tensor] = field(default_factory=list)
@@ -113,16 +119,15 @@ class Session:
     # -- operands
 
     def value(self, x: object) -> Value:
-        """What an operand of a torch function stands for."""
+        """What a number, or a tensor without dimensions, stands for."""
         if isinstance(x, Symbolic):
-            return Value(x.expr, x.held)
-        if type(x) is Number:
-            return self._number(x)
+            return Value(x.expr, x.dtype)
+        number = as_number(x)
+        if number is not None:
+            return self._number(number)
         plain = as_host(x)
         if plain is not None:
             return Value(constant(plain), _weak_dtype(plain), plain)
-        if isinstance(x, Row):
-            self._refuse_rank(x, [k for k, index in enumerate(x.places) if index is None])
         if isinstance(x, Tensor):
             return self._scalar(x)
         return refuse(
@@ -133,7 +138,47 @@ class Session:
 
     def symbolic(self, value: Value) -> Symbolic:
         """The value as a mod sees it."""
-        expr = value.expr
+        return symbolic(self, value.dtype, (), array_of([Cell(self.checked(value.expr))]))
+
+    def row(self, row: Row, cells: Cells | None = None) -> Symbolic:
+        """What is left of a captured tensor when some of its dimensions are indexed."""
+        with torch._C.DisableTorchFunction():
+            shape = [length for length, place in zip(row.captured.shape, row.places, strict=True) if place is None]
+        return symbolic(self, row.captured.dtype, shape, cells, row)
+
+    def stand_in(self, x: Tensor) -> Symbolic:
+        """A captured tensor as PyTorch's operators take it beside symbolic ones."""
+        cells = None if x.dim() else array_of([Cell(self._scalar(x).expr)])
+        return self.row(Row(x, (None,) * x.dim()), cells)
+
+    def elements(self, row: Row) -> Cells:
+        """The elements of a row of a captured tensor; another length is another trace."""
+        lengths = self.lengths(row.captured)
+        shape = [int(length) for length, place in zip(lengths, row.places, strict=True) if place is None]
+        if math.prod(shape) > MOST_TERMS:
+            size = " × ".join(map(str, shape))
+            message = (
+                f"a row of {self.called(row.captured)} has {size} entries; a mod computes with at most {MOST_TERMS}"
+            )
+            refuse("E603", message, hints=("compute with it outside of the mod, and index the result",))
+        found = []
+        for each in np.ndindex(*shape):
+            left = iter(each)
+            places = [literal(next(left)) if place is None else place for place in row.places]
+            found.append(Cell(self.load(row.captured, places).expr))
+        return array_of(found, shape)
+
+    def lengths(self, tensor: Tensor) -> tuple[Any, ...]:
+        """Lengths of a captured tensor, as numbers that a later call finds anew where it finds the tensor."""
+        leaf = self.leaves.get(id(tensor))
+        with torch._C.DisableTorchFunction():
+            found = tuple(tensor.shape)
+        if leaf is None:
+            return found
+        return tuple(lifted(length, ("extent", leaf, axis), self.guards) for axis, length in enumerate(found))
+
+    def checked(self, expr: Expr) -> Expr:
+        """The expression, if it is not too large."""
         if expr.depth > MAX_DEPTH or expr.size > MAX_SIZE:
             what = (
                 f"more than {MAX_DEPTH} operations deep"
@@ -143,7 +188,7 @@ class Session:
             refuse(
                 "E606", f"the expression of the mod becomes one {what}", hints=("look values up in a tensor instead",)
             )
-        return symbolic(expr, value.dtype)
+        return expr
 
     def remember(self, x: Tensor, value: bool | int | float) -> None:
         """A tensor without dimensions that the mod made of a constant."""
@@ -154,14 +199,12 @@ class Session:
         """Keep a tensor that the mod computed, whose identity stands for it."""
         self._alive.append(x)
 
-    def check_detached(self, x: Symbolic | Row | Vector, way: str) -> None:
+    def check_detached(self, x: Symbolic, way: str) -> None:
         """Refuse a value without its gradient, where there is one: the derivatives of a kernel leave nothing out."""
-        if isinstance(x, Row):
-            has_one = x.captured.requires_grad
+        if x.row is not None:
+            has_one = x.row.captured.requires_grad
         else:
-            values = x.parts.flat if isinstance(x, Vector) else (x,)
-            roots = [each.expr for each in values if each.expr.type is FLOAT]
-            has_one = any(map(self._learns, walk(*roots)))
+            has_one = any(map(self._learns, walk(*(cell.expr for cell in x.cells.flat if cell.expr.type is FLOAT))))
         if has_one:
             message = f"'{way}' takes a value out of the gradient, which kernels do not do within a mod"
             refuse("E602", message, hints=("detach the captured tensor outside of the mod",))
@@ -181,7 +224,7 @@ class Session:
         if symbol.kind is not SymbolKind.PARAM:
             return None
         slot = self.params[int(symbol.name[1:])]
-        return None if isinstance(slot.value, Tensor) else Number(slot.value, slot.recipe, self.guards)
+        return None if isinstance(slot.value, Tensor) else lifted(slot.value, slot.recipe, self.guards)
 
     def _number(self, x: Number) -> Value:
         if isinstance(x.value, float) and not math.isfinite(x.value):
@@ -196,8 +239,6 @@ class Session:
         return Value(param_symbol(self._by_recipe[x.recipe], scalar), _weak_dtype(x.value), x)
 
     def _scalar(self, x: Tensor) -> Value:
-        if x.dim() > 0:
-            self._refuse_rank(x, list(range(x.dim())))
         known = self.constants.get(id(x))
         if known is not None:
             return Value(convert(constant(known), scalar_of(x.dtype)), x.dtype)
@@ -215,17 +256,6 @@ class Session:
     def _param(self, name: str, scalar: ScalarType, value: int | float | Tensor, recipe: Recipe) -> int:
         self.params.append(ParamSlot(name, scalar, value, recipe))
         return len(self.params) - 1
-
-    def _refuse_rank(self, x: Tensor, axes: Sequence[int]) -> NoReturn:
-        tensor = x.captured if isinstance(x, Row) else x
-        name = self.names.get(id(tensor), "t")
-        shape = [tensor.shape[axis] for axis in axes]
-        places = ", ".join("…" for _ in tensor.shape)
-        refuse(
-            "E603",
-            f"a tensor of shape {shape} enters the arithmetic of a mod, which computes one number for one pair",
-            hints=(f"index every dimension: {name}[{places}]",),
-        )
 
     # -- captured tensors
 
@@ -368,21 +398,6 @@ def scalar_of(dtype: torch.dtype) -> ScalarType:
     if dtype.is_complex:
         refuse("E603", "flashgen has no complex numbers")
     return FLOAT if dtype.is_floating_point else INT
-
-
-_RANK = {BOOL: 0, INT: 1, FLOAT: 2}
-
-
-def promoted(*values: Value) -> torch.dtype:
-    """The type of a result, by PyTorch's rules for tensors without dimensions and Python numbers."""
-    top = max((scalar_of(value.dtype) for value in values), key=_RANK.__getitem__)
-    found: torch.dtype | None = None
-    for value in values:
-        if not value.weak and scalar_of(value.dtype) is top:
-            found = value.dtype if found is None else torch.promote_types(found, value.dtype)
-    if found is not None:
-        return found
-    return {BOOL: torch.bool, INT: torch.int64, FLOAT: torch.get_default_dtype()}[top]
 
 
 def _weak_dtype(value: bool | int | float) -> torch.dtype:

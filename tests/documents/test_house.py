@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import ROOT
 
 BUDGET = {
-    "lines of the package": 62_040,
+    "lines of the package": 61_564,
     "lines of templates": 24_300,
     "Jinja statements": 1_840,
     "calls of decide": 2,

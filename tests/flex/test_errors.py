@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -113,6 +114,19 @@ def test_a_mod_that_fails_inside_of_pytorch_is_shown_where_it_begins() -> None:
     span = caught.value.diagnostics[0].span
     assert span is not None
     assert (span.file, span.line) == (__file__, mod.__code__.co_firstlineno)
+
+
+def test_a_value_that_is_used_after_its_mod() -> None:
+    kept = SimpleNamespace()
+
+    def mod(s: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        kept.value = s
+        return s
+
+    to_spec(score_mod=mod)
+    for use in (lambda x: x + 1, repr, bool, lambda x: x.shape):
+        with pytest.raises(SpecError, match="used after the mod had returned"):
+            use(kept.value)
 
 
 def test_what_is_no_function_is_named() -> None:

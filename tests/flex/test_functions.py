@@ -55,6 +55,8 @@ SCORES: dict[str, Mod] = {
     "torch.special": lambda s, b, h, i, j: torch.special.erf(s) + torch.special.exp2(-(i * 0.1)),
     "a power": lambda s, b, h, i, j: s + (i + 1) ** -2.0 + torch.pow(2.0, -i) + (i % 5) ** 2,
     "in place": lambda s, b, h, i, j: torch.where(_narrowed(i, j), s, _refilled(s, i)),
+    "shapes of one": lambda s, b, h, i, j: s.view(1)[0] + s[None].sum() + s.reshape(()) * s.unsqueeze(0).squeeze(),
+    "powers in place": lambda s, b, h, i, j: s.clone().pow_(2) + i.clone().mul_(2) * 0.1,
     # types of few bits
     "uint8": lambda s, b, h, i, j: s + torch.where((BYTES[j] > 5) & (BYTES[i] != 255), 0.5, 0) + BYTES[j].int(),
     "uint8 & 254": lambda s, b, h, i, j: s + (BYTES[j] & 254).clamp(3, 200).float() / 100,
@@ -79,7 +81,7 @@ MASKS: dict[str, Mod] = {
     "ones_like(dtype=bool)": lambda b, h, i, j: torch.ones_like(i, dtype=bool),  # type: ignore[arg-type]
 }
 REFUSED: list[tuple[Mod, str, str]] = [
-    (lambda s, b, h, i, j: s + (i + 1) ** -2, "E603", "no int to the power of -2"),
+    (lambda s, b, h, i, j: s + (i + 1) ** -2, "E603", "negative integer powers are not allowed"),
     (lambda s, b, h, i, j: F.gelu(s, approximate="exact"), "E603", "no approximate='exact'"),
     (lambda s, b, h, i, j: s + SIGNED[j].to(torch.uint8), "E603", "torch.uint8 would drop bits"),
     (lambda s, b, h, i, j: s + SIGNED[j].byte(), "E603", "torch.uint8 would drop bits"),
@@ -95,6 +97,8 @@ REFUSED: list[tuple[Mod, str, str]] = [
     (lambda s, b, h, i, j: s + i.to(torch.LongTensor), "E603", "'LongTensor' is no type of numbers"),
     (lambda s, b, h, i, j: s + i.type(int), "E603", "'int' is no type of tensors"),
     (lambda s, b, h, i, j: s if i.type() == "torch.LongTensor" else 2 * s, "E602", "ask for x.dtype"),
+    (lambda s, b, h, i, j: torch.add(s, 1, out=s), "E602", "'add' of a mod writes to no tensor that it is given"),
+    (lambda s, b, h, i, j: TABLE.add_(s), "E602", "cannot change a captured tensor"),
     (lambda s, b, h, i, j: s.to(complex).real, "E603", "cannot convert to torch.complex128"),
 ]
 

@@ -28,6 +28,14 @@ SHORT = torch.randint(-100, 100, (24, 4), generator=_GENERATOR, dtype=torch.int8
 LONG = drawn(24, 300)
 FOUR = drawn(24, 4)
 
+
+def _changed(row: Any) -> Any:
+    first, last = row[0], row.view(1, 3)[0, 2]
+    first += row[1]
+    last *= 2
+    return first - last
+
+
 SCORES: dict[str, Any] = {
     "a squared distance": lambda s, b, h, i, j: s - (MEANS[i] - MEANS[j]).pow(2).sum(-1),
     "a distance": lambda s, b, h, i, j: s - (MEANS[i] - MEANS[j] + 0.1).square().sum(-1).sqrt(),
@@ -54,6 +62,10 @@ SCORES: dict[str, Any] = {
     "where": lambda s, b, h, i, j: s + torch.where(MEANS[i] > MEANS[j], MEANS[i], 0.5).sum(-1),
     "a function": lambda s, b, h, i, j: s + torch.tanh(MEANS[i].float() * 2).sum(dim=-1) / MEANS[i].shape[0],
     "small ints": lambda s, b, h, i, j: s + 0.001 * SHORT[i].sum() + 0.1 * (SHORT[j] > 3).sum(-1),
+    "other shapes": lambda s, b, h, i, j: (
+        s + (MEANS[i].view(3, 1) * MEANS[j].reshape(1, 3)).sum() + MEANS[i].expand(2, 3)[1] @ WEIGHTS
+    ),
+    "a changed element": lambda s, b, h, i, j: s + _changed(MEANS[i] * MEANS[j]),
     "an unequal length": lambda s, b, h, i, j: s + (MEANS[i].unsqueeze(-1) * FOUR[j].unsqueeze(0)).sum(),
 }  # fmt: skip
 MASKS: dict[str, Any] = {
@@ -119,19 +131,20 @@ def make_dot(rows: torch.Tensor) -> Any:
     return lambda s, b, h, i, j: s + torch.dot(rows[i], rows[j])
 
 
+UNLIKE = r"torch\.float32\[3\] and torch\.float32\[4\]"
 REFUSED: dict[str, tuple[Any, str]] = {
     "too long": (lambda s, b, h, i, j: s + LONG[i].sum(), "a row of 'LONG' has 300 entries; .* at most 256"),
     "too many": (
         lambda s, b, h, i, j: s + (LONG[:, :100][j].unsqueeze(0) * FOUR[i].unsqueeze(1)).sum(),
         "at most 256 terms at once, and here are 400",
     ),
-    "unlike lengths": (lambda s, b, h, i, j: s + (MEANS[i] * FOUR[j]).sum(), r"'mul' of rows of shapes \[3\] and"),
-    "a dot of unlike lengths": (lambda s, b, h, i, j: s + torch.dot(MEANS[i], FOUR[j]), r"'dot' of shapes \[3\] and"),
+    "unlike lengths": (lambda s, b, h, i, j: s + (MEANS[i] * FOUR[j]).sum(), rf"'mul' of {UNLIKE}: "),
+    "a dot of unlike lengths": (lambda s, b, h, i, j: s + torch.dot(MEANS[i], FOUR[j]), rf"'dot' of {UNLIKE}: "),
     "a row as a score": (lambda s, b, h, i, j: s + MEANS[i], "returns a row of a tensor; a score is expected"),
     "an unknown function": (lambda s, b, h, i, j: s + MEANS[i].cumsum(-1)[0], "flashgen has no 'cumsum' for a mod"),
     "in place": (lambda s, b, h, i, j: s + MEANS[i].mul_(2).sum(), "cannot change a row"),
     "a condition": (lambda s, b, h, i, j: s if (MEANS[i] > 0).all() else -s, "a Python condition"),
-    "a mean of ints": (lambda s, b, h, i, j: s + SHORT[i].mean(), "PyTorch has no mean of torch.int8"),
+    "a mean of ints": (lambda s, b, h, i, j: s + SHORT[i].mean(), r"'mean' of torch\.int8\[4\]: "),
     "a symbolic place": (lambda s, b, h, i, j: s + (MEANS[i] * 2)[h], "indexed by a value"),
 }  # fmt: skip
 

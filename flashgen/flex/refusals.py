@@ -1,19 +1,13 @@
-"""What PyTorch's functions and methods mean in a mod, by their names; and what to write in the place of others.
-
-In: a name. Out: a rule (``rules.py``). Each part of the table is a module's.
-"""
+"""What a mod cannot do, and what to write instead."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
+from typing import NoReturn
 
-from flashgen.flex import arithmetic, conversions, elementary, logic
-from flashgen.flex.rules import Rule
-
-FUNCTIONS: Mapping[str, Rule] = MappingProxyType(
-    {**arithmetic.RULES, **elementary.RULES, **logic.RULES, **conversions.RULES}
-)
+from flashgen.diagnostics import nearest, quoted_list
+from flashgen.flex.places import refuse
 
 # What Python asks of a value to decide by it, and how the user put it.
 DECISIONS: Mapping[str, str] = MappingProxyType(
@@ -66,3 +60,15 @@ MISSING: Mapping[str, str] = MappingProxyType(
         "bucketize": "count the borders that are passed: (x > b0).int() + (x > b1).int()",
     }
 )
+
+
+def refuse_unknown(name: str, known: Iterable[str] = ()) -> NoReturn:
+    """Refuse a function that the table of operators does not have."""
+    shown = name.removeprefix("get:").strip("_") if name.startswith(("__", "get:")) else name
+    if name == "__setitem__":
+        refuse("E602", "a mod cannot assign to elements", hints=("write torch.where(condition, x, y)",))
+    if shown in MISSING:
+        refuse("E602", f"flashgen has no '{shown}' for a mod", hints=(MISSING[shown],))
+    close = nearest(shown, [each for each in known if not each.startswith("_")], limit=3)
+    hints = (f"did you mean {quoted_list(close)}?",) if close else ("docs/flex.md lists the functions",)
+    refuse("E602", f"flashgen has no '{shown}' for a mod", hints=hints)

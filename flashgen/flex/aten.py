@@ -1,0 +1,332 @@
+"""What PyTorch's operators are in the IR: one table by the names of aten, which functions and methods share.
+
+A rule takes the type of the result, which PyTorch has worked out, and the operands, one element of each; it gives an
+expression. ``FORMULAS`` are those that are made of others. An int has 64 bits in PyTorch and 32 here, where
+``overflow.py`` says whether that makes a difference; numbers of 16 bits are computed with in 32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from flashgen.flex.casts import cast, common, promoted
+from flashgen.flex.places import refuse
+from flashgen.flex.values import BOOL, FLOAT, INT, Value, choice, conjunction, convert, disjunction, node, scalar_of
+from flashgen.ir.expr import Expr, literal
+from flashgen.ir.operators import OPERATORS, Library
+
+DType = torch.dtype
+Rule = Callable[..., Expr]
+_INFINITY = literal(math.inf)
+
+
+# -- operators of one type ---------------------------------------------------------------------------------------------
+
+
+def _same(op: str, *, wraps: bool = True) -> Rule:
+    """An operator of the IR over numbers of one type. ``wraps``: the result may leave the range of the type."""
+    return lambda t, *xs: node(op, *common(t, *xs, wraps=wraps))
+
+
+def _float(op: str) -> Rule:
+    """An operator of the IR over floats."""
+    return lambda _t, *xs: node(op, *(convert(x.expr, FLOAT) for x in xs))
+
+
+def _or_bool(op: str, on_bools: Callable[[Expr, Expr], Expr], *, wraps: bool = True) -> Rule:
+    """The same with an operator of booleans for those."""
+
+    def rule(t: DType, x: Value, y: Value) -> Expr:
+        return on_bools(x.expr, y.expr) if t is torch.bool else node(op, *common(t, x, y, wraps=wraps))
+
+    return rule
+
+
+def _compared(op: str) -> Rule:
+    def rule(_t: DType, x: Value, y: Value) -> Expr:
+        dtype = promoted(x, y)
+        a, b = common(dtype, x, y, wraps=False)
+        if dtype is torch.bool and op not in ("eq", "ne"):
+            a, b = convert(a, INT), convert(b, INT)
+        return node(op, a, b)
+
+    return rule
+
+
+def _of_conditions(connect: Callable[..., Expr]) -> Rule:
+    return lambda _t, *xs: connect(*(convert(x.expr, BOOL) for x in xs))
+
+
+def _tested(test: Callable[[Expr], Expr]) -> Rule:
+    """A question about a float, of which the answer is no for ints."""
+    return lambda _t, x: test(x.expr) if scalar_of(x.dtype) is FLOAT else literal(False)
+
+
+def _rounded(round_: Callable[[Expr], Expr]) -> Rule:
+    def rule(_t: DType, x: Value, decimals: Value | None = None) -> Expr:
+        if decimals is not None and decimals.number != 0:
+            refuse("E603", "torch.round with decimals is not supported", hints=("write torch.round(x * 10) / 10",))
+        return round_(x.expr) if scalar_of(x.dtype) is FLOAT else x.expr
+
+    return rule
+
+
+def _differ(x: Expr, y: Expr) -> Expr:
+    return node("ne", x, y)
+
+
+def _truncated(x: Expr) -> Expr:
+    """A float without its fraction."""
+    return node("where", node("lt", x, literal(0.0)), node("ceil", x), node("floor", x))
+
+
+# -- rules of their own ------------------------------------------------------------------------------------------------
+
+
+def _added(op: str) -> Rule:
+    on_bools = _or_bool(op, disjunction)
+
+    def rule(t: DType, x: Value, y: Value, alpha: Value | None = None) -> Expr:
+        is_one = alpha is None or alpha.number == 1
+        return on_bools(t, x, y if is_one else Value(RULES["mul"](t, y, alpha), t))
+
+    return rule
+
+
+def _divided(t: DType, x: Value, y: Value, rounding_mode: str | None = None) -> Expr:
+    if rounding_mode is None:
+        return RULES["true_divide"](t, x, y)
+    return node("floordiv", *common(t, x, y)) if rounding_mode == "floor" else _quotient(t, x, y)
+
+
+def _quotient(t: DType, x: Value, y: Value) -> Expr:
+    """x / y without its fraction."""
+    a, b = common(t, x, y)
+    if scalar_of(t) is FLOAT:
+        return _truncated(node("div", a, b))
+    # Rounding up where the signs differ and something is left.
+    left = node("ne", node("mod", a, b), literal(0))
+    apart = node("ne", node("lt", a, literal(0)), node("lt", b, literal(0)))
+    return node("add", node("floordiv", a, b), node("to_int", node("and", left, apart)))
+
+
+def _power(t: DType, x: Value, y: Value) -> Expr:
+    a, b = common(t, x, y)
+    exponent: Any = y.number
+    # PyTorch has refused it; of a captured number the trace holds for those that are not negative.
+    assert exponent is None or scalar_of(t) is FLOAT or not exponent < 0
+    return node("pow", a, b)
+
+
+def _inverted(t: DType, x: Value) -> Expr:
+    if t is torch.bool:
+        return node("not", x.expr)
+    return node("sub", literal(-1), *common(t, x, wraps=not t.is_signed))
+
+
+def _clamped(t: DType, x: Value, min: Value | None = None, max: Value | None = None) -> Expr:  # noqa: A002
+    if min is not None and max is not None:
+        return node("clamp", *common(t, x, min, max, wraps=False))
+    return _bounded(t, "max", x, min) if max is None else _bounded(t, "min", x, max)
+
+
+def _bounded(t: DType, op: str, x: Value, bound: Any) -> Expr:
+    """A clamp with one bound. At the bound its derivative is 1, as of one with two; that of a maximum is 1/2 there."""
+    if scalar_of(t) is not FLOAT:
+        return RULES[f"{op}imum"](t, x, bound)
+    a, b = common(t, x, bound, wraps=False)
+    return node("clamp", a, *((b, _INFINITY) if op == "max" else (literal(-math.inf), b)))
+
+
+def _filled(t: DType, x: Value, mask: Value, value: Value) -> Expr:
+    return choice(mask.expr, cast(value, t).expr, x.expr)
+
+
+def _relu(t: DType, x: Value) -> Expr:
+    return node("relu", x.expr) if scalar_of(t) is FLOAT else node("max", x.expr, literal(0))
+
+
+def _gelu(_t: DType, x: Value, approximate: str = "none") -> Expr:
+    if approximate == "none":
+        return node("gelu", x.expr)
+    a = x.expr
+    cube = node("mul", a, node("mul", a, a))
+    inner = node("mul", literal(math.sqrt(2 / math.pi)), node("add", a, node("mul", literal(0.044715), cube)))
+    return node("mul", node("mul", literal(0.5), a), node("add", literal(1.0), node("tanh", inner)))
+
+
+_UNSEEN = 20  # from here on softplus(x) is x in float32
+
+
+def _softplus(_t: DType, x: Value, beta: Value | None = None, threshold: Value | None = None) -> Expr:
+    scaled = smooth = x.expr
+    if beta is not None and beta.number != 1:
+        factor = convert(beta.expr, FLOAT)
+        scaled = node("mul", x.expr, factor)
+        smooth = node("div", node("softplus", scaled), factor)
+    else:
+        smooth = node("softplus", x.expr)
+    border: Any = _UNSEEN if threshold is None else threshold.number
+    if border >= _UNSEEN:
+        return smooth
+    assert threshold is not None
+    return node("where", node("gt", scaled, convert(threshold.expr, FLOAT)), x.expr, smooth)
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        **{row.meaning.torch[0]: _float(row.name) for row in OPERATORS.values() if isinstance(row.meaning, Library)},
+        **{op: _compared(op) for op in ("lt", "le", "gt", "ge", "eq", "ne")},
+        # arithmetic
+        "add": _added("add"),
+        "sub": _added("sub"),
+        "rsub": lambda t, x, y, alpha=None: RULES["sub"](t, y, x, alpha),
+        "mul": _or_bool("mul", conjunction),
+        "true_divide": _float("div"),
+        "div": _divided,
+        "floor_divide": _same("floordiv"),
+        "remainder": _same("mod"),
+        "pow": _power,
+        "reciprocal": lambda _t, x: node("div", literal(1.0), convert(x.expr, FLOAT)),
+        "neg": _same("neg"),
+        "abs": _same("abs"),
+        "sign": _same("sign", wraps=False),
+        "sgn": _same("sign", wraps=False),
+        # choices
+        "minimum": _or_bool("min", conjunction, wraps=False),
+        "maximum": _or_bool("max", disjunction, wraps=False),
+        "clamp": _clamped,
+        "clamp_min": lambda t, x, bound: _bounded(t, "max", x, bound),
+        "clamp_max": lambda t, x, bound: _bounded(t, "min", x, bound),
+        "where": lambda t, condition, x, y: choice(condition.expr, *common(t, x, y, wraps=False)),
+        "masked_fill": _filled,
+        # floats
+        "silu": _float("silu"),
+        "relu": _relu,
+        "gelu": _gelu,
+        "softplus": _softplus,
+        "floor": _rounded(lambda x: node("floor", x)),
+        "ceil": _rounded(lambda x: node("ceil", x)),
+        "round": _rounded(lambda x: node("round", x)),
+        "trunc": _rounded(_truncated),
+        # logic and bits
+        "logical_and": _of_conditions(conjunction),
+        "logical_or": _of_conditions(disjunction),
+        "logical_xor": _of_conditions(_differ),
+        "logical_not": _of_conditions(lambda x: node("not", x)),
+        "bitwise_not": _inverted,
+        "bitwise_and": _or_bool("bitand", conjunction, wraps=False),
+        "bitwise_or": _or_bool("bitor", disjunction, wraps=False),
+        "bitwise_xor": _or_bool("bitxor", _differ, wraps=False),
+        "bitwise_left_shift": _same("shl"),
+        "bitwise_right_shift": _same("shr", wraps=False),
+        "__lshift__": _same("shl"),
+        "__rshift__": _same("shr", wraps=False),
+        "isinf": _tested(lambda x: node("eq", node("abs", x), _INFINITY)),
+        "isposinf": _tested(lambda x: node("eq", x, _INFINITY)),
+        "isneginf": _tested(lambda x: node("eq", x, literal(-math.inf))),
+        "isnan": _tested(lambda x: node("not", node("le", x, _INFINITY))),
+        # copies
+        "_to_copy": lambda t, x, **_: cast(x, t).expr,
+        "clone": lambda _t, x, **_: x.expr,
+    }
+)
+
+# The argument that a new tensor is filled with, or the number that it is filled with.
+FILLED: Mapping[str, int] = MappingProxyType({"full_like": 1, "new_full": 2, "fill": 1, "copy": 1})
+CONSTANT: Mapping[str, int] = MappingProxyType(
+    {"zeros_like": 0, "new_zeros": 0, "zero": 0, "ones_like": 1, "new_ones": 1}
+)
+
+
+# -- formulas ----------------------------------------------------------------------------------------------------------
+
+
+def _norm(x: Any, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """Of any order; at 0 its derivative is 0, as in PyTorch."""
+    size, options = (
+        x.abs() if dtype is None else x.to(dtype).abs(),
+        {"dim": list(range(x.dim())) if dim is None else dim, "keepdim": keepdim},
+    )
+    if order == math.inf:
+        return size.amax(**options)
+    total = (size**order).sum(**options)
+    if order == 1:
+        return total
+    some = total > 0
+    return torch.where(some, torch.where(some, total, 1.0) ** (1 / order), 0.0)
+
+
+def _product(x: Any, y: Any) -> Any:
+    if y.dim() == 1:
+        return (x * y).sum(-1)
+    return (x.unsqueeze(-1) * (y if x.dim() == 1 else y.unsqueeze(-3))).sum(-2)
+
+
+def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    dims = list(range(x.dim())) if dim is None or dim == [] else dim
+    return x.sum(dims, keepdim, dtype=dtype) / math.prod(x.shape[each] for each in dims)
+
+
+FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {
+        "square": lambda x: x * x,
+        "lerp": lambda x, y, weight: x + (y - x) * weight,
+        "addcmul": lambda x, y, z, value=1: torch.add(x, y * z, alpha=value),
+        "fmod": lambda x, y: torch.where(x < 0, -(-x % abs(y)), x % abs(y)),
+        "frac": lambda x: x - x.trunc(),
+        "tan": lambda x: x.sin() / x.cos(),
+        "log10": lambda x: x.log2() * math.log10(2.0),
+        "hypot": lambda x, y: (x * x + y * y).sqrt(),
+        "leaky_relu": lambda x, slope=0.01: torch.where(x > 0, x, x * slope),
+        "log_sigmoid_forward": lambda x: (-torch.nn.functional.softplus(-x), x),
+        "isfinite": lambda x: x.abs() < math.inf,
+        **dict.fromkeys(("dot", "vdot", "mv", "mm", "bmm", "matmul"), _product),
+        "mean": _mean,
+        "linalg_vector_norm": _norm,
+    }
+)
+
+
+# -- reductions --------------------------------------------------------------------------------------------------------
+
+
+def folded(name: str, t: DType, values: list[Value]) -> Expr:
+    """Pairs of neighbours, and pairs of these, in the type of the result."""
+    left = [cast(each, t) for each in values]
+    while len(left) > 1:
+        last = left[len(left) & ~1 :]
+        left = [Value(RULES[name](t, x, y), t) for x, y in zip(left[::2], left[1::2], strict=False)] + last
+    return left[0].expr
+
+
+def _first(is_before: str) -> Rule:
+    """The place of the first value that no other comes before."""
+
+    def rule(_t: DType, values: list[Value]) -> Expr:
+        best, place = values[0], literal(0)
+        for number, each in enumerate(values[1:], start=1):
+            wins = RULES[is_before](torch.bool, each, best)
+            best = best._replace(expr=choice(wins, each.expr, best.expr))
+            place = choice(wins, literal(number), place)  # type: ignore[assignment]
+        return place
+
+    return rule
+
+
+def _pairwise(name: str) -> Rule:
+    return lambda t, values: folded(name, t, values)
+
+
+REDUCTIONS: Mapping[str, Rule] = MappingProxyType(
+    {
+        "sum": _pairwise("add"), "prod": _pairwise("mul"), "argmax": _first("gt"), "argmin": _first("lt"),
+        **dict.fromkeys(("amax", "max"), _pairwise("maximum")), **dict.fromkeys(("amin", "min"), _pairwise("minimum")),
+        "any": _pairwise("logical_or"), "all": _pairwise("logical_and"),
+    }
+)  # fmt: skip
