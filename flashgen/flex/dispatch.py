@@ -25,7 +25,6 @@ from flashgen.flex.values import MOST_TERMS, Session, Value, constant, convert, 
 from flashgen.ir.types import ScalarType
 
 Arguments = tuple[Any, ...]
-_CPU = torch.device("cpu")
 _ORDER = {ScalarType.BOOL: 0, ScalarType.INT: 1, ScalarType.FLOAT: 2}
 _ADVICE: Mapping[str, str] = MappingProxyType(
     {
@@ -83,9 +82,7 @@ def _shapes_of(session: Session, func: Any, args: Arguments, kwargs: Mapping[str
 
 
 def _ones(x: Any) -> Any:
-    if isinstance(x, Symbolic):
-        return x.ones
-    return _CPU if isinstance(x, torch.device) else settled(x)
+    return x.ones if isinstance(x, Symbolic) else settled(x)
 
 
 # -- elements ----------------------------------------------------------------------------------------------------------
@@ -175,7 +172,7 @@ def _moved(session: Session, func: Any, args: Arguments, kwargs: Mapping[str, An
     cells = list(x.cells.flat)
     given, named = mapped((args[1:], dict(kwargs)), told)
     with unwatched():
-        numbers = torch.arange(len(cells), device=_CPU).view(x.shape)
+        numbers = torch.arange(len(cells), device="cpu").view(x.shape)
         found = func(numbers, *given, **named)
 
     def moved(each: Any) -> Any:

@@ -1,8 +1,8 @@
 """Runs a mod on symbolic values and gathers what it computes.
 
 In: a ``score_mod``, a ``mask_mod``. Out: a ``Trace``: the expressions, and where captured values are found. A mode of
-PyTorch sees every function that is called meanwhile: those of symbolic values become nodes, those of captured tensors
-alone are computed, as the mod says.
+PyTorch sees every function that is called meanwhile: operators of symbolic tensors become nodes (``dispatch.py``), what
+is asked of captured tensors alone is computed, as the mod says.
 """
 
 from __future__ import annotations
@@ -317,6 +317,8 @@ class _Watch(TorchFunctionMode):
         def operand(x: Any) -> Any:
             if isinstance(x, Tensor):
                 return x if type(x) is Symbolic else session.stand_in(x)
+            if isinstance(x, (str, torch.device)):
+                return _here(x)
             return session.symbolic(session.value(x)) if name in _OF_TENSORS and as_number(x) is not None else x
 
         return operand
@@ -398,6 +400,15 @@ def _namespace(func: Any) -> str:
     """That of an operator of ``torch.ops``; of other functions none."""
     is_operator = isinstance(func, (OpOverload, OpOverloadPacket))
     return str(getattr(func, "_qualified_op_name", func)).partition("::")[0].partition(".")[0] if is_operator else ""
+
+
+def _here(place: Any) -> Any:
+    """The device where PyTorch has symbolic tensors, for any device; other texts as they are."""
+    try:
+        torch.device(place)
+    except RuntimeError:
+        return place
+    return torch.device("cpu")
 
 
 def _refuse_opaque(what: str) -> NoReturn:
