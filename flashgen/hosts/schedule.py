@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from flashgen.hosts.kernel import ArgumentLayout, Step, Values
 from flashgen.hosts.lists import SharedLists, makes_lists
@@ -18,7 +18,9 @@ from flashgen.ir.spec import HeadDim
 from flashgen.kinds.operand import Operand, Rows, span
 from flashgen.plan.arguments import stored_field
 from flashgen.plan.launches import Launch, PassLaunches, VisitLists, aligned
-from flashgen.targets.gpu.tiles import GpuPlan
+
+if TYPE_CHECKING:
+    from flashgen.targets.gpu.tiles import GpuPlan
 
 Binary = TypeVar("Binary")
 MOST_ELEMENTS = 2**31 - 1  # from a kernel's pointer to the last element that it reads

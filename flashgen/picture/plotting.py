@@ -65,12 +65,6 @@ def figure(path: Path, width: float, height: float) -> Iterator[Any]:
         drawn.savefig(path, format=suffix[1:], metadata=_METADATA[suffix])
 
 
-def label_decades(axis: Any) -> None:
-    """Plain numbers at 1, 2 and 5 of each decade of a logarithmic axis, however short it is."""
-    axis.set_major_locator(_import("matplotlib.ticker").LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter("{x:g}")
-
-
 def _import(name: str) -> Any:
     try:
         return importlib.import_module(name)

@@ -8,12 +8,15 @@ read of them depends on the scores.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flashgen.analysis.grouped import by_groups
 from flashgen.hosts.emulated import SIZE, Counted
 from flashgen.hosts.kernel import ELEMENTS
+from flashgen.ir.spec import AttentionSpec
 from flashgen.op.op import AttentionOp
 from flashgen.op.plain import as_arrays
 from flashgen.op.selected import lowered_tensors, numbers_of_queries
@@ -48,7 +51,8 @@ def _predicted(op: AttentionOp, inputs: Inputs, each: Counted) -> int:
     tiles = plan.by_element[ELEMENTS[int(values["element"])]]
     if variant.listed is not None:
         return sum(bytes_of_blocks(variant, tiles, values, _numbers(op, inputs, values)).values())
-    captured = as_arrays(lowered_tensors(variant.spec, inputs.captured, _sizes(values)))
+    spec = _spec_of_rows(op.spec, variant.spec)
+    captured = as_arrays(lowered_tensors(spec, inputs.captured, _sizes(values)))
     if variant.kind.cached:
         return sum(bytes_of_caches(each.sequences, variant, tiles, values, captured).values())
     predict = (
@@ -57,6 +61,12 @@ def _predicted(op: AttentionOp, inputs: Inputs, each: Counted) -> int:
         else functools.partial(bytes_of_call, multiprocessors=SIZE.multiprocessors)
     )
     return sum(predict(plan.recipe, tiles, each.ran.symbol, each.ran.launches, values, captured).values())
+
+
+def _spec_of_rows(spec: AttentionSpec, ran: AttentionSpec) -> AttentionSpec:
+    """That of a pass, with its lists: the op's own, or the one whose rows are the heads of a group."""
+    found = re.fullmatch(rf"{re.escape(spec.name)}_by_([0-9]+)", ran.name)
+    return spec if found is None else by_groups(spec, int(found[1]), narrow=False)
 
 
 def _numbers(op: AttentionOp, inputs: Inputs, values: Mapping[str, float]) -> Any:

@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import ROOT
 
 BUDGET = {
-    "lines of the package": 61_320,
+    "lines of the package": 61_316,
     "lines of templates": 24_298,
     "Jinja statements": 1_837,
     "lines of generated packages": 48_819,

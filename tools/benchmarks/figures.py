@@ -30,8 +30,9 @@ from flashgen.language import parse_file
 from flashgen.picture.plotting import PlottingMissing
 from flashgen.plan.plan import Part
 from flashgen.targets.registry import GPUS
-from flashgen.tuning.device import cuda_is_there, device_name
+from flashgen.tuning.device import cuda_is_there
 from tools.benchmarks.plots import caption, save_plot
+from tools.benchmarks.report import device_name
 from tools.benchmarks.sweep import Absent, Found, Point, Sweep
 from tools.benchmarks.sweeps import (
     BLOCKS,

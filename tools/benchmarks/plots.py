@@ -5,11 +5,12 @@ In: a ``Sweep`` and a path. Out: a PNG, SVG or PDF.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashgen.picture.plotting import COLORS, MARKERS, figure, label_decades
+from flashgen.picture.plotting import COLORS, MARKERS, figure
 from tools.benchmarks.sweep import OWN, Point, Sweep
 from tools.benchmarks.traffic import standard_bytes
 
@@ -109,7 +110,7 @@ def _lengths(axes: Any, sweep: Sweep) -> None:
     places = sorted({point.x for point in sweep.points})[:: 2 if len({p.x for p in sweep.points}) > 6 else 1]
     axes.set_xticks(places, [f"{x / 1024:g}k" if x >= 1024 else f"{x:g}" for x in places])
     axes.minorticks_off()
-    label_decades(axes.yaxis)
+    _label_decades(axes.yaxis)
 
 
 def _blocks(sweep: Sweep) -> list[Callable[[Any], None]]:
@@ -241,3 +242,9 @@ def _by(points: Sequence[Point], name: Callable[[Point], str]) -> list[Line]:
 
 def _of(points: Sequence[Point], backward: bool) -> list[Point]:
     return [point for point in points if point.backward == backward]
+
+
+def _label_decades(axis: Any) -> None:
+    """Plain numbers at 1, 2 and 5 of each decade of a logarithmic axis, however short it is."""
+    axis.set_major_locator(importlib.import_module("matplotlib.ticker").LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")

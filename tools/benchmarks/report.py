@@ -19,6 +19,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from flashgen.targets.cpu.machine import cpu_name
+from flashgen.version import __version__
+
 README = Path(__file__).resolve().parent / "README.md"
 
 
@@ -148,3 +153,12 @@ def machine() -> str:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     compiler = subprocess.run(["c++", "--version"], capture_output=True, text=True, check=False).stdout.split("\n")[0]  # noqa: S607
     return f"{model}, {cores} cores, Python {platform.python_version()}, torch {torch.__version__}, {compiler}"
+
+
+def device_name(device: str) -> str:
+    """The processor, its threads, and the versions that matter."""
+    versions = f"torch {torch.__version__}, flashgen {__version__}"
+    if device == "cuda":
+        return f"{torch.cuda.get_device_name()}; {versions}"
+    threads = torch.get_num_threads()
+    return f"{cpu_name()}, {threads} {'thread' if threads == 1 else 'threads'}; {versions}"

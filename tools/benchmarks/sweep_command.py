@@ -90,7 +90,7 @@ def run_sweeps(specs: tuple[AttentionSpec, ...], request: Request) -> None:
 
 def _run(spec: AttentionSpec, request: Request) -> tuple[Sweep, bool]:
     """The sweep, and whether it was interrupted."""
-    from flashgen.tuning.device import device_name
+    from tools.benchmarks.report import device_name
     from tools.benchmarks.sweep import Absent, Point, Sweep
 
     task = _task(spec, request)
