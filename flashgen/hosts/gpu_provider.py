@@ -207,8 +207,7 @@ class GpuProvider:
         brought = self.brought(key.variant.head_dim, machine)
         if brought is not None and key.element in brought.plan.by_element:
             if brought.edited:
-                why = f"'{brought.edited}' was edited, and runs as it stands"
-                return _as_packaged(brought, key.part, why)
+                return _as_packaged(brought, key.part, f"'{brought.edited}' was edited, and runs as it stands")
             wanted = getattr(key.pins, key.name)
             if wanted is None or wanted == tile_of(brought.plan.by_element[key.element], key.name):
                 return _as_packaged(brought, key.part)

@@ -60,10 +60,15 @@ class LibraryKernel:
 
     def of(self, kind: Kind) -> Kernel | None:
         """Ragged batches and caches are other functions of the same library."""
-        if not kind.by_sequence:
-            return self.other(kind)
-        layout = ArgumentLayout(fields_of_kind(self.layout.fields, kind))
-        return replace(self, layout=layout, dense=self, writes_parts=not kind.cached)
+        return self._over_sequences(kind) if kind.by_sequence else self.other(kind)
+
+    @functools.cached_property
+    def _over_sequences(self) -> Callable[[Kind], LibraryKernel]:
+        """Made once a kind, as ragged batches of other lengths ask for it again."""
+        fields = functools.partial(fields_of_kind, self.layout.fields)
+        return functools.cache(
+            lambda kind: replace(self, layout=ArgumentLayout(fields(kind)), dense=self, writes_parts=not kind.cached)
+        )
 
     def stored_whole(self, settled: Values) -> frozenset[str]:  # noqa: ARG002 - a Kernel's
         """None: blocks add what they have."""
@@ -159,7 +164,7 @@ def _over_sequences(dense: LibraryKernel, layout: ArgumentLayout, name: PassName
     own = dense.layout
     of_dense = (*values[: own.varying], *values[layout.varying : layout.varying + len(own.fields) - own.varying])
     run, workspace = dense.over_sequences(name, of_dense)
-    pack, settled = own.pack_varying, _settled(own, of_dense)
+    pack, settled = own.pack_varying, _settled(own, own.pack(*of_dense))
     ragged_of, table = _Ragged.of_call(layout, values), layout.slots.get(table_field(_THRESHOLD))
 
     def by_values(given: Values) -> Prepared:
@@ -204,17 +209,17 @@ def _function(library: ctypes.CDLL, path: Path, name: str, result: type[ctypes.c
     return found
 
 
-def _settled(layout: ArgumentLayout, values: Values) -> bytes:
+def _settled(layout: ArgumentLayout, whole: bytes) -> bytes:
     """The bytes behind those that vary."""
-    return layout.pack(*values)[len(layout.pack_varying(*values[: layout.varying])) :]
+    return whole[len(layout.pack_varying(*(0,) * layout.varying)) :]
 
 
 def _prepared(
     layout: ArgumentLayout, call: Callable[[bytes], object], workspace: Callable[[bytes], int], values: Values
 ) -> Prepared:
     """A function of the packed arguments, all of which but those that vary are settled."""
-    pack, settled = layout.pack_varying, _settled(layout, values)
-    size, nothing = workspace(layout.pack(*values)), (0,) * layout.varying
+    pack, whole = layout.pack_varying, layout.pack(*values)
+    size, settled, nothing = workspace(whole), _settled(layout, whole), (0,) * layout.varying
 
     def native() -> Native:
         return Native(size, pack(*nothing) + settled, ctypes.cast(call, ctypes.c_void_p).value or 0)  # type: ignore[arg-type]

@@ -7,7 +7,6 @@ read of them depends on the scores.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,12 +54,9 @@ def _predicted(op: AttentionOp, inputs: Inputs, each: Counted) -> int:
     captured = as_arrays(lowered_tensors(spec, inputs.captured, _sizes(values)))
     if variant.kind.cached:
         return sum(bytes_of_caches(each.sequences, variant, tiles, values, captured).values())
-    predict = (
-        functools.partial(bytes_of_sequences, each.sequences)
-        if each.sequences
-        else functools.partial(bytes_of_call, multiprocessors=SIZE.multiprocessors)
-    )
-    return sum(predict(plan.recipe, tiles, each.ran.symbol, each.ran.launches, values, captured).values())
+    ran = (plan.recipe, tiles, each.ran.symbol, each.ran.launches, values, captured)
+    moved = bytes_of_sequences(each.sequences, *ran) if each.sequences else bytes_of_call(*ran, SIZE.multiprocessors)
+    return sum(moved.values())
 
 
 def _spec_of_rows(spec: AttentionSpec, ran: AttentionSpec) -> AttentionSpec:

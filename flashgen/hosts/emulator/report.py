@@ -153,7 +153,7 @@ def _place(lines: list[str], number: int, file: str | None = None) -> str:
 
 
 def placed(said: str, file: str, source: str) -> str:
-    """What a compiler said of lines of a file, said of those that the directives of this source name."""
+    """A compiler's message whose places in ``file`` are those that the directives of its ``source`` name."""
     lines = source.splitlines()
     return re.sub(rf"\b{re.escape(file)}:(\d+)", lambda found: _place(lines, int(found[1]), file), said)
 
