@@ -20,6 +20,7 @@ from flashgen.op.eight_bits import rounded_weights
 from flashgen.op.op import AttentionOp
 from flashgen.reference.dense import Dropout, attention, drop_probability, param_values
 from flashgen.reference.shard import Shard
+from flashgen.reference.tiled import gives_nothing
 from flashgen.verification.inputs import Inputs
 from flashgen.verification.second_order import mixed_order, second_order
 from tools.fuzz.doors import through_door
@@ -102,7 +103,7 @@ def dense(spec: AttentionSpec, values: Arguments, given: Inputs, dtype: torch.dt
     rows = [given.q.new_zeros((0, heads, width), dtype=dtype)]
     sums = [given.q.new_zeros((heads, 0), dtype=dtype)]
     for shard, q_rows, k_rows in values.sequences():
-        if shard.is_empty:
+        if gives_nothing(spec, shard):
             rows.append(given.q.new_zeros((shard.q_len, heads, width), dtype=dtype))
             sums.append(given.q.new_full((heads, shard.q_len), -torch.inf, dtype=dtype))
             continue
@@ -119,7 +120,7 @@ def _dense_of_cache(
     o = given.q.new_zeros((*given.q.shape[:-1], given.v.shape[3]), dtype=dtype)
     lse = given.q.new_full(given.q.shape[:-1], -torch.inf, dtype=dtype)
     for b, shard in values.of_cache():
-        if shard.is_empty:
+        if gives_nothing(spec, shard):
             continue
         length, padding = held.cached[b]
         k, v = (x[None] for x in held.sequence(given.k, given.v, b, padding, length))
