@@ -6,9 +6,10 @@ In: spec files, targets. Out: a folder for each attention, with sources and, for
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from flashgen.compiler.reading import Constant, read_file
 from flashgen.diagnostics import SpecError
 from flashgen.ir.spec import AttentionSpec
 from flashgen.plan.packed import Packed
-from flashgen.plan.plan import ANY_CALLS, USUAL_CALLS, Part
+from flashgen.plan.plan import ANY_CALLS, USUAL_CALLS, CallKind
 from flashgen.store.gallery import spec_file
 from flashgen.targets.protocol import AnyTarget
 from flashgen.toolchains.cpp import CompilerMissing
@@ -100,8 +101,8 @@ def build_files(
                     f"written to '{output / spec.name}'; build them into different folders with -o"
                 )
             specs[spec.name] = spec, path
-    part = None if targets is None else Part(calls=ANY_CALLS if deterministic else USUAL_CALLS)
-    packages = [_package(spec, output / spec.name, wanted, part) for spec, _ in specs.values()]
+    calls = None if targets is None else ANY_CALLS if deterministic else USUAL_CALLS
+    packages = [_package(spec, output / spec.name, wanted, calls) for spec, _ in specs.values()]
     refusals = (package_folder.compare(each.folder, each.files).refusal(force=force) for each in packages)
     refusal = None if check else next((each for each in refusals if each is not None), None)
     if refusal is not None:
@@ -122,11 +123,11 @@ class _Package:
     seconds: float
 
 
-def _package(spec: AttentionSpec, folder: Path, wanted: Sequence[AnyTarget], part: Part | None) -> _Package:
+def _package(spec: AttentionSpec, folder: Path, wanted: Sequence[AnyTarget], calls: CallKind | None) -> _Package:
     from flashgen.compiler.package.files import package_files
 
     start = time.perf_counter()
-    kernels, left = _kernels(spec, wanted, part)
+    kernels, left = _kernels(spec, wanted, calls)
     files = package_files(spec, [(kernel.source, packed) for kernel, packed in kernels])
     return _Package(spec.name, folder, files, kernels, left, time.perf_counter() - start)
 
@@ -140,7 +141,7 @@ def _write(package: _Package, *, force: bool) -> BuildResult:
     found = package_folder.write(package.folder, package.files, force=force)
     # The cache is filled for the machine at hand, so that the import finds everything there.
     for target in dict.fromkeys(kernel.target for kernel, _ in package.kernels):
-        target.prepare([kernel.source for kernel, _ in package.kernels if kernel.target == target])
+        target.prepare([kernel.source for kernel, _ in package.kernels if kernel.target == target], None)
     return _result(package, found, package.seconds + time.perf_counter() - start, force=force)
 
 
@@ -164,25 +165,26 @@ def _result(package: _Package, found: package_folder.Comparison, seconds: float,
 
 
 def _kernels(
-    spec: AttentionSpec, wanted: Sequence[AnyTarget], part: Part | None
+    spec: AttentionSpec, wanted: Sequence[AnyTarget], calls: CallKind | None
 ) -> tuple[Sequence[tuple[CompiledKernel[Any, Any], Packed]], Sequence[str]]:
     """Every head dimension for every target, and sentences about what was left out.
 
     Texts take milliseconds and nothing but flashgen. Binaries that a package ships take NVRTC and seconds, so that they
-    are made where targets were named: of this ``part`` of a source. Where none was named there is no part, and a target
-    is left out where it refuses the spec, unless all do.
+    are made where targets were named: for these ``calls``. Where none was named there are no calls, and a target is
+    left out where it refuses the spec, unless all do.
     """
     kernels: list[tuple[CompiledKernel[Any, Any], Packed]] = []
     left: dict[str, None] = {}
     refused: list[SpecError] = []
     for target in wanted:
         try:
-            made = compile_spec(spec, target)
-            if part is not None:
-                target.prepare([kernel.source for kernel in made])  # side by side, where one waits for the other below
-            kernels += [_packed(kernel, left, part) for kernel in made]
+            made = [part for kernel in compile_spec(spec, target) for part in kernel.parts()]
+            if calls is not None:  # side by side, where one waits for the other below
+                with contextlib.suppress(CompilerMissing):
+                    target.prepare([kernel.source for kernel in made], calls)
+            kernels += [_packed(kernel, left, calls) for kernel in made]
         except SpecError as error:
-            if part is not None:
+            if calls is not None:
                 raise
             refused.append(error)
             left[f"'{spec.name}' for {target.name}: {error.diagnostics[0].message}"] = None
@@ -190,19 +192,19 @@ def _kernels(
         raise refused[0]
     if all(packed.described is None for _, packed in kernels):  # what a schedule says for GPUs is of no use to anybody
         left |= dict.fromkeys(each for kernel, _ in kernels for each in kernel.target.leaves_out(kernel.variant))
-    elif part is None:
+    elif calls is None:
         left[_NO_BINARIES.format(targets=",".join(dict.fromkeys(kernel.target.name for kernel, _ in kernels)))] = None
     return kernels, tuple(left)
 
 
 def _packed(
-    kernel: CompiledKernel[Any, Any], left: dict[str, None], part: Part | None
+    kernel: CompiledKernel[Any, Any], left: dict[str, None], calls: CallKind | None
 ) -> tuple[CompiledKernel[Any, Any], Packed]:
     """The kernel that goes into the package: with a binary, the one that compiling did not find fault with."""
-    if part is None or not kernel.target.ships_binaries:
+    if calls is None or not kernel.target.ships_binaries:
         return kernel, kernel.packed()
     try:
-        made = assembled(kernel.variant, kernel.target, part=part)
+        made = assembled(kernel.variant, kernel.target, part=replace(kernel.part, calls=calls))
     except CompilerMissing as error:
         what = "libraries for CPUs" if kernel.target.device is not None else "binaries for GPUs"
         left[f"{what}, which are compiled when a call needs them: {error}"] = None

@@ -1,7 +1,7 @@
 """The one compiled thing: what a spec became for a head dimension, a target and tiles. One way for every target:
 
-    compiled(variant, target, pins)      Variant ─plan─▶ Plan ─emit─▶ KernelSource, when it is asked for
-    assembled(variant, target, pins, …)  … ─compile─▶ Binary, planned again while kernels of it spill registers
+    compiled(variant, target, pins, part)   Variant ─plan─▶ Plan ─emit─▶ KernelSource, when it is asked for
+    assembled(variant, target, pins, part)  … ─compile─▶ Binary, planned again while kernels of it spill registers
 
 ``check``, ``plan``, ``build``, the plan and the sources that an op shows and the kernels that its calls run all ask
 ``compiled``, which remembers: what is shown is what runs. ``pins`` are the tiles that were tuned or that go with a
@@ -21,7 +21,7 @@ from flashgen.analysis.variant import Variant
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.plan.measured import PLANNERS_OWN, Pins
 from flashgen.plan.packed import Packed
-from flashgen.plan.plan import WHOLE, Part, Spill
+from flashgen.plan.plan import ANY_CALLS, WHOLE, Part, Spill
 from flashgen.targets.protocol import AnyTarget, BinaryT, PlanT, Target
 
 _MOST_REMEMBERED = 256
@@ -31,28 +31,34 @@ _MOST_REMEMBERED = 256
 class CompiledKernel(Generic[PlanT, BinaryT]):
     """One head dimension for one target, after every stage but the compiler of its source.
 
-    ``variant`` is the spec's, before pins. The source of a GPU holds the kernels of every element type of the plan; the
-    text for CPUs depends on the spec alone, and macros carry the tiles of the device.
+    ``variant`` is the spec's, before pins. ``part`` is what the source holds: of a GPU one pass of one element type,
+    the only one of the plan; the text for CPUs depends on the spec alone, and macros carry the tiles of the device.
     """
 
     variant: Variant
     target: Target[PlanT, BinaryT]
     pins: Pins
+    part: Part
     plan: PlanT
 
     @functools.cached_property
     def source(self) -> KernelSource:
         """The generated text."""
-        return self.target.emit(self.variant, self.plan)
+        return self.target.emit(self.variant, self.plan, self.part)
+
+    def parts(self) -> tuple[CompiledKernel[PlanT, BinaryT], ...]:
+        """One for each source that the target has of this plan."""
+        parts = self.target.parts(self.plan)
+        return tuple(compiled(self.variant, self.target, self.pins, each) for each in parts)
 
     def packed(self, binary: BinaryT | None = None) -> Packed:
         """What a generated package holds of it."""
-        return self.target.packed(self.variant, self.source, self.plan, binary)
+        return self.target.packed(self.variant, self.source, self.plan, self.part, binary)
 
 
 @dataclass(frozen=True)
 class Assembled(Generic[PlanT, BinaryT]):
-    """What a target's compiler made of a kernel's source, or of one pass and element type of it."""
+    """What a target's compiler made of a kernel's source, for the calls that were asked for."""
 
     kernel: CompiledKernel[PlanT, BinaryT]
     binary: BinaryT
@@ -61,38 +67,55 @@ class Assembled(Generic[PlanT, BinaryT]):
 def assembled(
     variant: Variant, target: Target[PlanT, BinaryT], pins: Pins = PLANNERS_OWN, part: Part = WHOLE
 ) -> Assembled[PlanT, BinaryT]:
-    """Plan, emit and compile until no kernel spills or the planner has nothing else: all, or one type and one pass.
+    """Plan, emit and compile a part until no kernel spills or the planner has nothing else.
 
     Raises ``SpecError``, ``CompilerMissing``, ``CompileFailed``.
     """
     spills: list[Spill] = []
     while True:
-        kernel = compiled(variant, target, pins, spills)
-        binary = target.compile(kernel.source, kernel.plan, part)
-        found = [each for each in target.spills(kernel.source, kernel.plan, binary) if each not in spills]
+        kernel = compiled(variant, target, pins, part, spills)
+        binary = target.compile(kernel.source, part.calls)
+        found = [each for each in target.spills(kernel.plan, binary) if each not in spills]
         if not found:
             return Assembled(kernel, binary)
         spills += found
 
 
 def compiled(
-    variant: Variant, target: Target[PlanT, BinaryT], pins: Pins = PLANNERS_OWN, spills: Sequence[Spill] = ()
+    variant: Variant,
+    target: Target[PlanT, BinaryT],
+    pins: Pins = PLANNERS_OWN,
+    part: Part = WHOLE,
+    spills: Sequence[Spill] = (),
 ) -> CompiledKernel[PlanT, BinaryT]:
     """The compiled thing. Raises ``SpecError`` where no tile works on the target, or what is pinned does not."""
     spec = variant.spec
     written = (*(each.text for each in spec.sources), *(each.text for each in spec.statements))
-    return _compiled(variant, written, target, replace(pins, reasons=()), tuple(spills))
+    own = replace(pins, element=part.element or pins.element, reasons=())
+    return _compiled(variant, written, target, own, replace(part, calls=ANY_CALLS), tuple(spills))
 
 
 @functools.lru_cache(maxsize=_MOST_REMEMBERED)
 def _compiled(
     variant: Variant,
-    written: tuple[str, ...],  # noqa: ARG001 - sources quote the spec, whose text two equal ones need not share
+    written: tuple[str, ...],  # sources quote the spec, whose text two equal ones need not share
+    target: AnyTarget,
+    pins: Pins,
+    part: Part,
+    spills: tuple[Spill, ...],
+) -> CompiledKernel[Any, Any]:
+    return CompiledKernel(variant, target, pins, part, _planned(variant, written, target, pins, spills))
+
+
+@functools.lru_cache(maxsize=_MOST_REMEMBERED)
+def _planned(
+    variant: Variant,
+    written: tuple[str, ...],  # noqa: ARG001 - decisions quote the spec, too
     target: AnyTarget,
     pins: Pins,
     spills: tuple[Spill, ...],
-) -> CompiledKernel[Any, Any]:
-    return CompiledKernel(variant, target, pins, target.plan(variant, pins, spills))
+) -> Any:
+    return target.plan(variant, pins, spills)
 
 
 def with_reasons(plan: PlanT, *pins: Pins) -> PlanT:

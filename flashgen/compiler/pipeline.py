@@ -36,13 +36,15 @@ if TYPE_CHECKING:
 def compile_file(
     path: Path | str, target: Target[PlanT, BinaryT], constants: Mapping[str, Constant] | None = None
 ) -> tuple[Assembled[PlanT, BinaryT], ...]:
-    """Every spec and head dimension of a file for a target, from its text to binaries.
+    """Every part of every spec and head dimension of a file for a target, from its text to binaries.
 
     Raises ``SpecError``, ``CompilerMissing``, ``CompileFailed``.
     """
     checked = read_file(path, constants)
     variants = [analyse(spec, head_dim) for spec in checked.specs for head_dim in spec.head_dims]
-    return tuple(assembled(variant, target) for variant in variants)
+    return tuple(
+        assembled(each, target, part=part) for each in variants for part in target.parts(compiled(each, target).plan)
+    )
 
 
 def compile_spec(spec: AttentionSpec, target: Target[PlanT, BinaryT]) -> tuple[CompiledKernel[PlanT, BinaryT], ...]:

@@ -49,8 +49,8 @@ class CudaMachine:
 
     def make(self, key: KernelKey) -> Made[Path]:
         made = assembled(key.variant, self.target, key.pins, key.part)
-        path = made.binary.parts[key.part].path
-        return Made(made.kernel.plan, made.kernel.source, lambda _: path, made.binary.kernels)
+        (binary,) = made.binary.parts.values()
+        return Made(made.kernel.plan, made.kernel.source, lambda _: binary.path, binary.kernels)
 
     def kernel(self, layout: ArgumentLayout, head_dim: HeadDim, find: Find) -> cuda.CudaKernel:
         return cuda.CudaKernel(layout, head_dim, find, self.size, driver=self.driver)

@@ -54,7 +54,7 @@ class EmulatorMachine:
 
     def make(self, key: KernelKey) -> Made[Program]:
         """The host's compiler takes a second for each kernel, so that it compiles those that are started."""
-        found = compiled(key.variant, self.target, key.pins)
+        found = compiled(key.variant, self.target, key.pins, key.part)
 
         @functools.cache
         def program(kernels: frozenset[str]) -> Program:

@@ -50,7 +50,7 @@ def explain_gpu(name: str, machine: Machine, asked: AskedCall, passes: Mapping[P
     reasons: dict[str, None] = {}
     rejected: dict[Rejection, None] = {}
     for each_name, each in passes.items():
-        tiles = each.plan.by_element[asked.element]
+        tiles = each.plan.own
         tile = tiles.forward if each_name == "forward" else tiles.backward
         predicted = None
         if each_name == "forward" or not asked.values["deterministic"]:
@@ -76,24 +76,17 @@ def explain_gpu(name: str, machine: Machine, asked: AskedCall, passes: Mapping[P
     )
 
 
-def explain_jvp(symbol: str, plan: GpuPlan, asked: AskedCall) -> ExplainedPass | None:
-    """The kernel of forward mode, were its tangents asked for, by the planner's tiles; None: none takes the type."""
-    tiles = plan.by_element.get(asked.element)
-    if tiles is None:
-        return None
+def explain_jvp(plan: GpuPlan, asked: AskedCall) -> ExplainedPass:
+    """The kernel of forward mode, were its tangents asked for, by the planner's tiles for the type of the call."""
     dropped = bool(asked.values["dropout_threshold"])
-    launches = forward_launches(symbol, plan, asked.element, dropped=dropped)
-    return _of_tangents("jvp", tiles.forward, plan, launches, asked)
+    return _of_tangents("jvp", plan.own.forward, plan, forward_launches(plan, dropped=dropped), asked)
 
 
-def explain_jvp_backward(symbol: str, plan: GpuPlan, asked: AskedCall) -> ExplainedPass | None:
+def explain_jvp_backward(plan: GpuPlan, asked: AskedCall) -> ExplainedPass:
     """The same of its backward pass, of one that need not repeat."""
-    tiles = plan.by_element.get(asked.element)
-    if tiles is None:
-        return None
     dropped = bool(asked.values["dropout_threshold"])
-    launches = backward_launches(symbol, plan, asked.element, dropped=dropped, deterministic=False)
-    return _of_tangents("jvp_backward", tiles.backward, plan, launches, asked)
+    launches = backward_launches(plan, dropped=dropped, deterministic=False)
+    return _of_tangents("jvp_backward", plan.own.backward, plan, launches, asked)
 
 
 def _of_tangents(
@@ -114,7 +107,7 @@ def explain_cache(name: str, machine: Machine, asked: AskedCall, forward: GpuPas
     assert forward.splits is not None, "keys over a cache may be split"
     known = {name: int(value) for name, value in asked.values.items()}
     found = forward.splits.values(known, machine.size.multiprocessors)
-    tiles, values = forward.plan.by_element[asked.element], {**asked.values, **found}
+    tiles, values = forward.plan.own, {**asked.values, **found}
     q_len, room = int(values["q_len"]), int(values["kv_len"])
     own = {"batch": 1, "kv_start": 0, "q_start": max(room - q_len, 0), "q_total": max(room, q_len), "kv_total": room}
     sequences = [own | {"b_start": int(values["b_start"]) + n} for n in range(int(values["batch"]))]

@@ -31,7 +31,7 @@ from flashgen.plan.arguments import gradient_field, stored_field, summed_tensors
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.launches import PassLaunches
 from flashgen.plan.measured import Pins
-from flashgen.plan.plan import CallKind
+from flashgen.plan.plan import CallKind, Part
 from flashgen.targets.gpu.architecture import UnsupportedGpu
 from flashgen.targets.gpu.by_rows import pins_of_rows
 from flashgen.targets.gpu.compile import GpuBinary
@@ -80,21 +80,17 @@ def _has_blocks(spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget) -> bo
     return all(fits_blocks(variant, each, target.block_bytes) for each in spec.dtypes or ELEMENTS[:3])
 
 
-def launches_of(
-    plan: GpuPlan, symbol: str, element: ElementType, name: PassName, values: Mapping[str, float]
-) -> PassLaunches:
+def launches_of(plan: GpuPlan, name: PassName, values: Mapping[str, float]) -> PassLaunches:
     """The launches of a pass for values of ``struct Arguments`` by name."""
     variant, calls = plan.recipe.variant, kind_of(name, values)
     if variant.listed is not None:
-        return block_launches(symbol, plan, element)
+        return block_launches(plan)
     if variant.kind.cached:
-        return cached_launches(symbol, plan, element)
+        return cached_launches(plan)
     if name == "forward" or (variant.tangent is not None and not variant.kind.backward_only):
-        return forward_launches(symbol, plan, element, dropped=bool(calls.dropped))
+        return forward_launches(plan, dropped=bool(calls.dropped))
     return backward_launches(
-        symbol,
         plan,
-        element,
         dropped=bool(calls.dropped),
         deterministic=bool(calls.repeatable),
         captured=any(values[gradient_field(each.name)] for each in variant.gradients),
@@ -116,12 +112,15 @@ def with_jvp(
     """What is told of a call, with the kernel of its tangents, if there is one."""
     if not has_jvp(kernel_variant(spec, head_dim)):
         return told
-    moving = compiled(kernel_variant(spec, head_dim, FORWARD_MODE), target)
-    told = replace(told, jvp=explain_jvp(moving.source.symbol, moving.plan, asked))
+    if asked.element not in compiled(kernel_variant(spec, head_dim, FORWARD_MODE), target).plan.by_element:
+        return told
+    part = Part(asked.element)
+    moving = compiled(kernel_variant(spec, head_dim, FORWARD_MODE), target, part=part).plan
+    told = replace(told, jvp=explain_jvp(moving, asked))
     if not has_jvp_backward(kernel_variant(spec, head_dim)):
         return told
-    back = compiled(kernel_variant(spec, head_dim, FORWARD_MODE_BACKWARD), target)
-    return replace(told, jvp_backward=explain_jvp_backward(back.source.symbol, back.plan, asked))
+    back = compiled(kernel_variant(spec, head_dim, FORWARD_MODE_BACKWARD), target, part=part).plan
+    return replace(told, jvp_backward=explain_jvp_backward(back, asked))
 
 
 def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementType, values: Mapping[str, float]) -> Pins:

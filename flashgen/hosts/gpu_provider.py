@@ -46,11 +46,11 @@ from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.kinds.kind import BOTH, Kind, PassName
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import Pins
-from flashgen.plan.plan import CallKind, Part
+from flashgen.plan.plan import CallKind
 from flashgen.targets.gpu.alternatives import tile_of
-from flashgen.targets.gpu.compile import compile_parts
+from flashgen.targets.gpu.compile import compile_calls
 from flashgen.targets.gpu.lists import cuda_fields
-from flashgen.targets.gpu.tiles import ElementPlan, GpuPlan
+from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.toolchains.nvrtc import NvrtcMissing
 
 
@@ -138,7 +138,7 @@ class GpuProvider:
     def _explained(self, machine: Machine, name: PassName, asked: AskedCall) -> GpuPass:
         """The launches of a pass in their order; those of a divided call one part after another."""
         made, reasons = self.of_call(asked.head_dim, machine, name, asked.values)
-        launches = launches_of(made.plan, made.source.symbol, asked.element, name, asked.values)
+        launches = launches_of(made.plan, name, asked.values)
         layout = ArgumentLayout(cuda_fields(made.plan.recipe))
         found = schedule(launches, layout, asked.head_dim, layout.values(asked.values), machine.size)
         steps = [step for part in found.parts for step in part.steps]
@@ -166,23 +166,22 @@ class GpuProvider:
             plans.setdefault(element, {})[name] = made.plan
             said |= dict.fromkeys((*made.plan.reasons, *reasons))
         elements = []
-        for element, passes in plans.items():
-            forward, backward = (passes[name].by_element[element] for name in BOTH)
-            elements.append(ElementPlan(element, forward.forward, backward.backward, backward.queries))
+        for passes in plans.values():
+            forward, backward = (passes[name].own for name in BOTH)
+            elements.append(replace(backward, forward=forward.forward))
         every = [plan for passes in plans.values() for plan in passes.values()]
         rejected = dict.fromkeys(lost for plan in every for lost in plan.rejected)
         return replace(every[0], elements=tuple(elements), reasons=tuple(said), rejected=tuple(rejected))
 
     def _kernel(self, head_dim: HeadDim, machine: Machine) -> Kernel:
-        brought = self.brought(head_dim, machine)
-        plan = compiled(self.variant(head_dim), machine.target).plan if brought is None else brought.plan
-        is_edited = brought is not None and brought.edited != ""
+        plan = compiled(self.variant(head_dim), machine.target).plan
+        is_edited = any(each.edited for each in self.brought(head_dim, machine).values())
 
         def find(name: PassName, values: Mapping[str, float]) -> Compiled[Any]:
             own = self if kind_of_call(self.kind, values) is self.kind else self.other(F8_CACHED)
             made, _ = own.of_call(head_dim, machine, name, values)
-            launches = launches_of(made.plan, made.source.symbol, call_of(values)[0], name, values)
-            return Compiled(made.binary(frozenset(launches.kernels)), launches, made.plan, made.source.symbol)
+            launches = launches_of(made.plan, name, values)
+            return Compiled(made.binary(frozenset(launches.kernels)), launches, made.plan)
 
         @functools.cache
         def other(kind: Kind) -> Kernel | None:
@@ -200,37 +199,39 @@ class GpuProvider:
             return TileChoices(self.variant(head_dim), machine.gpu, by_length=False)
         return machine.choices(kernel_variant(self.spec, head_dim))
 
-    def _brought(self, head_dim: HeadDim, machine: Machine) -> Packaged | None:
-        return None if self.package is None else packaged(*self.package, self.variant(head_dim), machine.target)
+    def _brought(self, head_dim: HeadDim, machine: Machine) -> Mapping[tuple[ElementType, str], Packaged]:
+        if self.package is None:
+            return {}
+        return packaged(*self.package, compiled(self.variant(head_dim), machine.target).plan, machine.target)
 
     def _made(self, key: KernelKey, machine: Machine) -> Made[Any]:
-        brought = self.brought(key.variant.head_dim, machine)
-        if brought is not None and key.element in brought.plan.by_element:
+        brought = self.brought(key.variant.head_dim, machine).get((key.element, key.name))
+        if brought is not None:
             if brought.edited:
-                return _as_packaged(brought, key.part, f"'{brought.edited}' was edited, and runs as it stands")
+                return _as_packaged(brought, key.calls, f"'{brought.edited}' was edited, and runs as it stands")
             wanted = getattr(key.pins, key.name)
-            if wanted is None or wanted == tile_of(brought.plan.by_element[key.element], key.name):
-                return _as_packaged(brought, key.part)
-        check_element(compiled(key.variant, machine.target, key.pins).plan, key.element)
+            if wanted is None or wanted == tile_of(brought.plan.own, key.name):
+                return _as_packaged(brought, key.calls)
+        check_element(compiled(key.variant, machine.target).plan, key.element)
         try:
             return machine.make(key)
         except NvrtcMissing as error:
-            if brought is None or brought.image(key.part) is None:
+            if brought is None or brought.image(key.calls) is None:
                 raise
             why = f"{key.name}: the binary of the package, because other tiles cannot be compiled: {error}"
-            return _as_packaged(brought, key.part, why)
+            return _as_packaged(brought, key.calls, why)
 
 
-def _as_packaged(brought: Packaged, part: Part, *why: str) -> Made[Any]:
-    image = brought.image(part)
+def _as_packaged(brought: Packaged, calls: CallKind, *why: str) -> Made[Any]:
+    image = brought.image(calls)
     if image is not None:
         return Made(brought.plan, brought.source, lambda _: image, brought.resources, why)
     try:
-        binary = compile_parts(brought.source, brought.plan, part, brought.source.target)
+        (binary,) = compile_calls(brought.source, calls, brought.source.target).parts.values()
     except NvrtcMissing as error:
-        if not (brought.images and part.calls.repeatable):
+        if not (brought.images and calls.repeatable):
             raise
         raise NvrtcMissing(
             f"{error}; the package has no binary for deterministic gradients, which flashgen build --deterministic adds"
         ) from None
-    return Made(brought.plan, brought.source, lambda _: binary.parts[part].path, binary.kernels, why)
+    return Made(brought.plan, brought.source, lambda _: binary.path, binary.kernels, why)

@@ -39,7 +39,7 @@ class KernelKey:
 
     @property
     def part(self) -> Part:
-        """What of a source is compiled."""
+        """What is compiled: a source, for these calls."""
         return Part(self.element, self.name, self.calls)
 
 

@@ -29,12 +29,11 @@ ROW_ALIGNMENT = 16  # of rows that are whole numbers of 16 bytes; others are rea
 
 @dataclass(frozen=True)
 class Compiled(Generic[Binary]):
-    """What a pass of a call runs: what holds its kernels, their launches, the plan and the prefix of their names."""
+    """What a pass of a call runs: what holds its kernels, their launches, and the plan."""
 
     binary: Binary
     launches: PassLaunches
     plan: GpuPlan
-    symbol: str
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ class ManifestGpuKernel:
 
 @dataclass(frozen=True)
 class ManifestBinary:
-    """A binary of one of the sources, or of one element type and pass of it, and what compiled it.
+    """A binary of one of the sources, and what compiled it.
 
     ``deterministic``: it has the kernels of calls whose gradients have to repeat, and not those of others; False: it
     has those of others; None: of both.
@@ -47,8 +47,6 @@ class ManifestBinary:
     file: str
     source: str
     compiler: str
-    element: str | None = None
-    pass_name: str | None = None
     deterministic: bool | None = None
     system: str | None = None
     features: tuple[str, ...] | None = None
@@ -59,7 +57,7 @@ class ManifestBinary:
 
 @dataclass(frozen=True)
 class ManifestGpuSource:
-    """One head dimension for one GPU architecture: the source, the prefix of its kernels, the tiles.
+    """A pass of one head dimension and element type for one GPU architecture: the source, the kernels' prefix, tiles.
 
     The tiles are the planner's own, for long sequences; short calls may take others, which are compiled from the spec.
     """
@@ -68,8 +66,9 @@ class ManifestGpuSource:
     target: str
     symbol: str
     head_dim: str
+    pass_name: str
     sram_bytes: int
-    elements: tuple[Any, ...]  # of the family's plan: plain data, once it is written
+    tiles: Any  # the family's, which say the element type: plain data, once they are written
     rejected: tuple[Rejection, ...]
 
 
@@ -83,7 +82,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Packed:
-    """One head dimension for one target: what the manifest says of its source, and binaries where there are some.
+    """One source: what the manifest says of it, and binaries where there are some.
 
     A source is ``described`` with all of its plan where its target has several plans, else ``kernel`` says its tiles.
     """

@@ -7,6 +7,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from typing import Self
 
 from flashgen.ir.types import ElementType
+from flashgen.kinds.kind import PassName
 from flashgen.plan.plans import summary
 from flashgen.plan.recipe import Decision
 
@@ -71,6 +72,10 @@ class CallKind:
     repeatable: bool | None = False
     moving: str | None = None
 
+    def covers(self, other: CallKind) -> bool:
+        """Whether all kernels that other calls start are among those of these."""
+        return all(x in (None, y) for x, y in zip(astuple(self), astuple(other), strict=True))
+
     @property
     def words(self) -> str:
         """``dropout, deterministic``; empty for the usual calls."""
@@ -91,14 +96,8 @@ class Part:
     """Of a source's kernels those of one element type, pass and kind of call; None stands for all."""
 
     element: ElementType | None = None
-    pass_name: str | None = None
+    pass_name: PassName | None = None
     calls: CallKind = ANY_CALLS
-
-    def covers(self, other: Part) -> bool:
-        """Whether all kernels of another part are among those of this one."""
-        own = (self.element, self.pass_name, *astuple(self.calls))
-        asked = (other.element, other.pass_name, *astuple(other.calls))
-        return all(x in (None, y) for x, y in zip(own, asked, strict=True))
 
     @property
     def words(self) -> str:

@@ -22,7 +22,7 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.plan.measured import Pins, ShapeClass, Tile
 from flashgen.plan.packed import Packed
-from flashgen.plan.plan import Part, Plan, Spill
+from flashgen.plan.plan import CallKind, Part, Plan, Spill
 from flashgen.plan.report import PassReport
 
 PlanT = TypeVar("PlanT", bound=Plan)
@@ -63,20 +63,23 @@ class Target(Protocol[PlanT, BinaryT]):
         ``pins`` stand in the place of the planner's own tiles; tiles that ``spills`` name are passed over.
         """
 
-    def emit(self, variant: Variant, plan: PlanT) -> KernelSource:
-        """The generated text."""
+    def parts(self, plan: PlanT) -> Sequence[Part]:
+        """What a plan has sources of: everything in one, or a pass of an element type in each."""
 
-    def compile(self, source: KernelSource, plan: PlanT, part: Part = ...) -> BinaryT:
-        """A binary, from the cache where it lies there. ``CompilerMissing``, ``CompileFailed``."""
+    def emit(self, variant: Variant, plan: PlanT, part: Part = ...) -> KernelSource:
+        """The generated text of a part."""
 
-    def spills(self, source: KernelSource, plan: PlanT, binary: BinaryT) -> Sequence[Spill]:
+    def compile(self, source: KernelSource, calls: CallKind = ...) -> BinaryT:
+        """A binary for such calls, from the cache where it lies there. ``CompilerMissing``, ``CompileFailed``."""
+
+    def spills(self, plan: PlanT, binary: BinaryT) -> Sequence[Spill]:
         """Tiles of which compiling has shown that they were a bad choice."""
 
-    def packed(self, variant: Variant, source: KernelSource, plan: PlanT, binary: BinaryT | None) -> Packed:
-        """What a generated package holds of it."""
+    def packed(self, variant: Variant, source: KernelSource, plan: PlanT, part: Part, binary: BinaryT | None) -> Packed:
+        """What a generated package holds of a part."""
 
-    def prepare(self, sources: Sequence[KernelSource]) -> None:
-        """Compile side by side, for the machine at hand, what a package's sources need there; nothing where unfit."""
+    def prepare(self, sources: Sequence[KernelSource], calls: CallKind | None) -> None:
+        """Compile side by side what a package holds for such calls, or, for None, what the machine at hand needs."""
 
 
 class ByLength(Protocol):

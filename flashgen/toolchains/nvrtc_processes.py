@@ -1,6 +1,6 @@
-"""Stage 5, compile for GPUs: parts of a source side by side. NVRTC compiles one program at a time in a process.
+"""Stage 5, compile for GPUs: parts of sources side by side. NVRTC compiles one program at a time in a process.
 
-In: parts of a source by what people call them, and a target. Out: a ``CudaBinary`` for each. This process and helpers,
+In: parts of sources with what people call them, and a target. Out: a ``CudaBinary`` for each. This process and helpers,
 one for each other core, take numbers of parts from a pipe and fill the cache: CuPy holds Python's lock while NVRTC is
 at work, so that no thread of this process could hand out anything. What a helper cannot do, for whatever reason, this
 process does, or says why it cannot be done.
@@ -14,7 +14,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -26,16 +26,16 @@ _MOST_PARTS = 256  # a number is one byte, so that no reader gets half of it
 _HELPER = f"import sys; from {__name__} import help_with; help_with(*map(int, sys.argv[1:]))"
 
 
-def compile_cuda_parts(parts: Mapping[str, CudaSource], target: str) -> tuple[CudaBinary, ...]:
-    """Compile parts of a source, begun in the order given, or take them from the cache.
+def compile_cuda_parts(parts: Sequence[tuple[str, CudaSource]], target: str) -> tuple[CudaBinary, ...]:
+    """Compile parts of sources, begun in the order given, or take them from the cache.
 
     Raises as ``compile_cuda`` does, for one of the parts that cannot be compiled.
     """
-    missing = [(part, source, target) for part, source in parts.items() if not is_compiled(source, target)]
+    missing = [(part, source, target) for part, source in parts if not is_compiled(source, target)]
     helpers = min(len(missing), available_cores()) - 1
     if helpers > 0 and os.name == "posix" and _shares_cache():
         _fill_cache(missing[:_MOST_PARTS], helpers)
-    return tuple(compile_cuda(source, target, part=part) for part, source in parts.items())
+    return tuple(compile_cuda(source, target, part=part) for part, source in parts)
 
 
 def _shares_cache() -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 
 from flashgen.analysis.grouped import by_groups
 from flashgen.hosts.emulated import SIZE, Counted
-from flashgen.hosts.kernel import ELEMENTS
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.op import AttentionOp
 from flashgen.op.plain import as_arrays
@@ -47,14 +46,14 @@ def hbm_bytes(op: AttentionOp, inputs: Inputs, counted: Sequence[Counted]) -> Ma
 def _predicted(op: AttentionOp, inputs: Inputs, each: Counted) -> int:
     """Those of a pass, from the very plan that it ran."""
     variant, plan, values = each.variant, each.ran.plan, each.values
-    tiles = plan.by_element[ELEMENTS[int(values["element"])]]
+    tiles = plan.own
     if variant.listed is not None:
         return sum(bytes_of_blocks(variant, tiles, values, _numbers(op, inputs, values)).values())
     spec = _spec_of_rows(op.spec, variant.spec)
     captured = as_arrays(lowered_tensors(spec, inputs.captured, _sizes(values)))
     if variant.kind.cached:
         return sum(bytes_of_caches(each.sequences, variant, tiles, values, captured).values())
-    ran = (plan.recipe, tiles, each.ran.symbol, each.ran.launches, values, captured)
+    ran = (plan.recipe, tiles, plan.symbol, each.ran.launches, values, captured)
     moved = bytes_of_sequences(each.sequences, *ran) if each.sequences else bytes_of_call(*ran, SIZE.multiprocessors)
     return sum(moved.values())
 

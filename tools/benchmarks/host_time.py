@@ -38,7 +38,7 @@ from flashgen.kinds.dense import DENSE
 from flashgen.kinds.kind import Kind, PassName
 from flashgen.kinds.ragged import RAGGED
 from flashgen.op.op import AttentionOp, make_op
-from flashgen.plan.measured import PLANNERS_OWN
+from flashgen.plan.plan import Part
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.registry import GPUS
 
@@ -101,16 +101,16 @@ def imitated(text: str) -> AttentionOp:
         @functools.cache
         def kernel(head_dim: HeadDim, _index: int) -> CudaKernel:
             variant = kernel_variant(spec, head_dim, kind)
-            own = compiled(variant, target, PLANNERS_OWN)
+            recipe = compiled(variant, target).plan.recipe
 
             def find(name: PassName, values: Mapping[str, float]) -> Compiled[Path]:
-                launches = launches_of(own.plan, own.source.symbol, call_of(values)[0], name, values)
-                return Compiled(Path(), launches, own.plan, own.source.symbol)
+                plan = compiled(variant, target, part=Part(call_of(values)[0], name)).plan
+                return Compiled(Path(), launches_of(plan, name, values), plan)
 
             def other(other_kind: Kind) -> CudaKernel | None:
                 return provider(other_kind)(head_dim, 0) if other_kind in (RAGGED, CACHED) else None
 
-            layout, driver = ArgumentLayout(cuda_fields(own.plan.recipe)), NoDriver()
+            layout, driver = ArgumentLayout(cuda_fields(recipe)), NoDriver()
             return CudaKernel(layout, head_dim, find, driver.size, other=other, driver=driver)
 
         return kernel

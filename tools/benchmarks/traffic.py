@@ -22,7 +22,7 @@ from flashgen.ir.types import ElementType
 from flashgen.kinds.kind import PassName
 from flashgen.op.plain import as_arrays
 from flashgen.plan.arguments import argument_fields, gradient_field, param_field
-from flashgen.plan.measured import PASSES
+from flashgen.plan.measured import PASSES, Pins
 from flashgen.plan.paper import (
     Lengths,
     flash_backward_flops,
@@ -110,12 +110,10 @@ def kernel_bytes(
     """The CUDA kernels' on ``target``; None where its planner refuses, or there are too many tiles to look at."""
     variant = analyse(spec, HeadDim(inputs.q.shape[-1], inputs.v.shape[-1]))
     try:
-        plan = target.plan(variant)
+        plan = target.plan(variant, Pins(element=element))
     except SpecError:
         return None
-    if element not in plan.by_element:
-        return None
-    tiles = plan.by_element[element]
+    tiles = plan.own
     params = _params(variant, inputs)
     known: dict[Expr, Expr] = {
         Symbol(param.type, name=param.name, kind=SymbolKind.PARAM): Literal(param.type, value=params[param.name])
@@ -133,9 +131,9 @@ def kernel_bytes(
     values = _values(variant, shape, params)
 
     def moved(name: PassName) -> int:
-        launches = launches_of(plan, "symbol", element, name, values)
+        launches = launches_of(plan, name, values)
         own = {**values, "lse_parts": name == "backward"}  # which reads them, if anybody does
-        return sum(bytes_of_call(plan.recipe, tiles, "symbol", launches, own, captured).values())
+        return sum(bytes_of_call(plan.recipe, tiles, plan.symbol, launches, own, captured).values())
 
     forward = moved("forward")
     return PassBytes(forward, forward + moved("backward"))

@@ -111,8 +111,7 @@ def _gpu(piece: Piece) -> dict[str, Entry]:
     provider = _provider(piece.spec, piece.target, kind)
     made, _ = provider.of_call(head_dim, provider.machines(0), name, values)
     seconds, path = time.time() - start, made.binary(frozenset())
-    element = next(each for each in made.plan.by_element if str(each).startswith(piece.element))
-    launches = launches_of(made.plan, made.source.symbol, element, name, values).kernels
+    launches = launches_of(made.plan, name, values).kernels
     taken = {each.name: each for each in made.resources}
     log = (path.parent / "compile.log").read_text(encoding="utf-8")
     assembled = {each: float(number) / 1e3 for each, number in _ASSEMBLED.findall(log)}
@@ -176,28 +175,27 @@ def _cpu(piece: Piece) -> dict[str, Entry]:
     target = CpuTarget(known_devices().cpus[_PRODUCTS[piece.target]])
     with _compiler(piece.target):
         start = time.time()
-        source, plan = _source(piece, target)
-        binary = target.compile(source, plan)
+        source = _source(piece, target)
+        binary = target.compile(source)
         seconds = None if binary.cached else time.time() - start
     digests = function_digests(binary.path)
     return {name: {"digest": digest, "program_seconds": seconds} for name, digest in digests.items()}
 
 
-def _source(piece: Piece, target: CpuTarget) -> tuple[Any, Any]:
-    """The text of a library, and its plan. Dense calls and ragged batches share a text, parts of which are compiled."""
+def _source(piece: Piece, target: CpuTarget) -> Any:
+    """The text of a library. Dense calls and ragged batches share a text, parts of which are compiled."""
     spec = _op(piece.spec).spec
     head_dim = spec.head_dims[piece.head_dim]
     dense = kernel_variant(spec, head_dim)
     match piece.kind:
         case "dense" | "ragged":
-            plan = target.plan(dense)
-            return target.emit(dense, plan).of_part("ragged" if piece.kind == "ragged" else piece.name), plan
+            part = "ragged" if piece.kind == "ragged" else piece.name
+            return target.emit(dense, target.plan(dense)).of_part(part)
         case "parts" | "slices":
             variant = kernel_variant(spec, head_dim, KINDS[piece.kind])
-            plan = target.plan(variant)
-            return target.emit(variant, plan), plan
+            return target.emit(variant, target.plan(variant))
     moving = with_slopes(dense) if piece.name == BACKWARD else kernel_variant(spec, head_dim, FORWARD_MODE)
-    return target.emit_jvp(moving), target.plan(dense)
+    return target.emit_jvp(moving)
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequenc
     over_cache = [each for each in counted if each.variant.kind.cached]
     if plan and over_cache:
         ran = over_cache[0].ran.plan
-        tile, parts = ran.by_element[ElementType(call.dtype)].forward, over_cache[0].values["merges"]
+        tile, parts = ran.own.forward, over_cache[0].values["merges"]
         pages = f"{' of 8 bits' if call.eight_bits else ''}{', in pages' if call.page else ''}"
         return (f"forward: cache{pages}{', in parts' if parts else ''}, {tile.warps} warps",)
     if plan and any(each.sequences for each in counted):
@@ -48,7 +48,7 @@ def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequenc
     found = [f"forward: {', '.join((*(['ragged'] if call.lengths else []), *tiles['forward'].kind))}{of_parts}"]
     for each in counted:
         launches = each.ran.launches
-        names = [launch.kernel.removeprefix(each.ran.symbol) for launch in launches.launches]
+        names = [launch.kernel.removeprefix(each.ran.plan.symbol) for launch in launches.launches]
         found += [f"{each.name}: {'lists kept' if kept.kept else 'lists of the call'}" for kept in launches.lists]
         if each.name == "backward":
             one_pass = any(name.startswith("_backward") for name in names)

@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flashgen.analysis.variant import Variant
 from flashgen.compiler.package.manifest import INCLUDE, Manifest, digest
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.plan.packed import ManifestGpuSource, ManifestKernel
-from flashgen.plan.plan import ANY_CALLS, Part
+from flashgen.plan.plan import ANY_CALLS, CallKind
 from flashgen.store.cache import Cache
 from flashgen.store.headers import headers_of
 from flashgen.targets.gpu.packed import plan_of
@@ -36,36 +35,42 @@ class Packaged:
     source: KernelSource
     plan: GpuPlan
     edited: str
-    images: Mapping[Part, Path]
+    images: Mapping[CallKind, Path]
     resources: tuple[Resources, ...]
 
-    def image(self, part: Part) -> Path | None:
-        """The binary that has all kernels of a part, if there is one."""
-        return next((path for each, path in self.images.items() if each.covers(part)), None)
+    def image(self, calls: CallKind) -> Path | None:
+        """The binary that has all kernels of such calls, if there is one."""
+        return next((path for each, path in self.images.items() if each.covers(calls)), None)
 
 
-def packaged(folder: Path, manifest: Manifest, variant: Variant, target: GpuTarget) -> Packaged | None:
-    """What a package brings for a GPU; None where nothing of it runs there. Raises ``OSError``."""
-    own = str(variant.head_dim)
-    fitting = [each for each in manifest.gpu_sources if each.head_dim == own and _runs_on(each, target)]
-    if not fitting:
-        return None
-    found = max(fitting, key=lambda each: (GPUS[each.target].capability, each.target))
-    source, edited = _source(folder, manifest, found)
-    images: dict[Part, Path] = {}
+def packaged(
+    folder: Path, manifest: Manifest, usual: GpuPlan, target: GpuTarget
+) -> Mapping[tuple[ElementType, str], Packaged]:
+    """What a package brings for a GPU, by element type and pass, where the planner has the ``usual`` plan.
+
+    Nothing where nothing of it runs there. Raises ``OSError``.
+    """
+    fitting = [each for each in manifest.gpu_sources if each.head_dim == usual.head_dim and _runs_on(each, target)]
+    nearest = max((each.target for each in fitting), key=lambda each: (GPUS[each].capability, each), default="")
+    own = [each for each in fitting if each.target == nearest]
+    return {(each.tiles.element, each.pass_name): _packaged(folder, manifest, each, usual) for each in own}
+
+
+def _packaged(folder: Path, manifest: Manifest, written: ManifestGpuSource, usual: GpuPlan) -> Packaged:
+    source, edited = _source(folder, manifest, written)
+    images: dict[CallKind, Path] = {}
     for binary in manifest.binaries:
-        if binary.source != found.file or binary.element is None or edited or not (folder / binary.file).is_file():
+        if binary.source != written.file or edited or not (folder / binary.file).is_file():
             continue
         content = (folder / binary.file).read_bytes()
         if digest(content) == manifest.files.get(binary.file):
-            calls = replace(ANY_CALLS, repeatable=binary.deterministic)
-            images[Part(ElementType(binary.element), binary.pass_name, calls)] = _stored(content)
+            images[replace(ANY_CALLS, repeatable=binary.deterministic)] = _stored(content)
     resources = tuple(
         Resources(each.name, each.registers, 0, each.spill_bytes, each.stack_bytes)
         for each in manifest.gpu_kernels
-        if each.target == found.target
+        if each.target == written.target
     )
-    return Packaged(source, plan_of(found, variant), edited, images, resources if images else ())
+    return Packaged(source, plan_of(written, usual), edited, images, resources if images else ())
 
 
 def edited_sources(folder: Path, manifest: Manifest) -> tuple[KernelSource, ...]:

@@ -18,7 +18,7 @@ FILE_NAME = "manifest.json"
 SPEC_FILE_NAME = "spec.json"  # the parsed spec, constants and imports resolved
 INCLUDE = "include"  # the folder of headers
 # Counts up when the files of a package or the kernels' arguments change their meaning.
-FORMAT = 12
+FORMAT = 13
 _SEAL, _BUILDING = "sealed", "building"
 
 
@@ -82,7 +82,7 @@ class _Written:
 def _manifest(written: _Written, content: Mapping[str, Any]) -> Manifest:
     """What a whole file says. Raises ``Damaged``."""
     sources = [
-        replace(source, elements=made(tuple[ElementPlan, ...], list(source.elements), f"gpu_sources[{n}].elements"))
+        replace(source, tiles=made(ElementPlan, source.tiles, f"gpu_sources[{n}].tiles"))
         for n, source in enumerate(written.gpu_sources or ())
     ]
     if written.sealed != _seal(content):

@@ -14,7 +14,7 @@ from flashgen.emit.kernel_source import KernelSource
 from flashgen.emit.recall import cpu_source
 from flashgen.plan.measured import PLANNERS_OWN, Pins
 from flashgen.plan.packed import Image, ManifestBinary, ManifestKernel, Packed
-from flashgen.plan.plan import WHOLE, Part, Spill
+from flashgen.plan.plan import ANY_CALLS, WHOLE, CallKind, Part, Spill
 from flashgen.targets.cpu import limits
 from flashgen.targets.cpu.device import GENERIC_CPU, Cpu, local_cpu
 from flashgen.targets.cpu.plan import plan_cpu, plan_jvp
@@ -44,7 +44,10 @@ class CpuTarget:
     def plan(self, variant: Variant, pins: Pins = PLANNERS_OWN, spills: Sequence[Spill] = ()) -> CpuPlan:  # noqa: ARG002 - the host's compiler says nothing of spills
         return plan_cpu(variant, self.device, pins)
 
-    def emit(self, variant: Variant, plan: CpuPlan) -> KernelSource:
+    def parts(self, plan: CpuPlan) -> tuple[Part, ...]:  # noqa: ARG002 - macros choose what a library has
+        return (WHOLE,)
+
+    def emit(self, variant: Variant, plan: CpuPlan, part: Part = WHOLE) -> KernelSource:  # noqa: ARG002 - see above
         def emitted() -> KernelSource:
             from flashgen.targets.cpu.emit import emit_cpu
 
@@ -62,14 +65,21 @@ class CpuTarget:
 
         return replace(cpu_source(variant, emitted), defines=plan_jvp(variant, self.device).defines)
 
-    def compile(self, source: KernelSource, plan: CpuPlan, part: Part = WHOLE) -> Binary:  # noqa: ARG002 - a library is whole
+    def compile(self, source: KernelSource, calls: CallKind = ANY_CALLS) -> Binary:  # noqa: ARG002 - it has all of them
         (binary,) = compile_sources([source])
         return binary
 
-    def spills(self, source: KernelSource, plan: CpuPlan, binary: Binary) -> tuple[Spill, ...]:  # noqa: ARG002 - see above
+    def spills(self, plan: CpuPlan, binary: Binary) -> tuple[Spill, ...]:  # noqa: ARG002 - a compiler says nothing of them
         return ()
 
-    def packed(self, variant: Variant, source: KernelSource, plan: CpuPlan, binary: Binary | None) -> Packed:
+    def packed(
+        self,
+        variant: Variant,
+        source: KernelSource,
+        plan: CpuPlan,
+        part: Part,  # noqa: ARG002 - see above
+        binary: Binary | None,
+    ) -> Packed:
         own = plan_cpu(variant, GENERIC_CPU)
         head_dim = str(source.head_dim)
         kernel = ManifestKernel(source.file_name, self.name, source.symbol, head_dim, own.forward, own.backward)
@@ -88,7 +98,7 @@ class CpuTarget:
         )
         return Packed(kernel, binaries=(Image(described, binary.path.read_bytes()),))
 
-    def prepare(self, sources: Sequence[KernelSource]) -> None:
+    def prepare(self, sources: Sequence[KernelSource], calls: CallKind | None) -> None:  # noqa: ARG002 - see above
         with contextlib.suppress(CompilerMissing):
             compile_sources(sources)
 

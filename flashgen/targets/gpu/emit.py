@@ -1,17 +1,18 @@
 """Stage 4, emit for GPUs: the templates of ``templates/cuda`` filled with what one variant contributes.
 
-In: a ``GpuPlan``. Out: a ``KernelSource``. The context below is all that a template sees; each part
-of it is made by a module of ``printed/``.
+In: a ``GpuPlan`` of one element type, passes. Out: a ``KernelSource``. The context below is all that a template sees;
+each part of it is made by a module of ``printed/``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
-from flashgen.analysis.variant import Variant
 from flashgen.emit.context import template_values, tidy
 from flashgen.emit.environment import environment
 from flashgen.emit.kernel_source import KernelSource
+from flashgen.kinds.kind import PassName
 from flashgen.store.headers import headers_of
 from flashgen.targets.gpu.printed.gradients import GradientCode, gradient_code
 from flashgen.targets.gpu.printed.mask import MaskCode, mask_code
@@ -22,7 +23,6 @@ from flashgen.targets.gpu.printed.passes import (
     QueryCode,
     backward_code,
     forward_code,
-    forward_ways,
     has_warpgroups,
     query_code,
 )
@@ -42,27 +42,21 @@ class _Context:
     spec: SpecCode
     mask: MaskCode
     operands: OperandCode
-    forward: ForwardCode  # of all element types
-    forward_ways: tuple[ForwardCode, ...]  # by how their warps divide rows
+    forward: ForwardCode
     backward: BackwardCode
     queries: QueryCode
     gradients: GradientCode
 
 
-def cuda_symbol(variant: Variant) -> str:
-    """What every kernel's name begins with."""
-    return f"{variant.spec.name}_d{str(variant.head_dim).replace('/', '_')}{variant.kind.mark}"
-
-
-def emit_cuda(plan: GpuPlan) -> KernelSource:
-    """The CUDA C++ source of one head dimension for one target."""
-    variant, symbol = plan.recipe.variant, cuda_symbol(plan.recipe.variant)
-    context = _context(plan, symbol)
-    text = tidy(environment().get_template("cuda/kernel.cu.jinja").render(template_values(context)))
+def emit_cuda(plan: GpuPlan, name: PassName | None = None) -> KernelSource:
+    """The CUDA C++ source of one head dimension, element type and target, for a pass, or for all that there are."""
+    variant = plan.recipe.variant
+    passes = variant.kind.passes if name is None else (name,)
+    text = tidy(environment().get_template("cuda/kernel.cu.jinja").render(template_values(_context(plan, passes))))
     return KernelSource(
-        file_name=f"{symbol}{'_backward' if variant.kind.backward_only else ''}_{plan.target}.cu",
+        file_name="_".join((plan.symbol, *passes, str(plan.own.element), plan.target)) + ".cu",
         target=plan.target,
-        symbol=symbol,
+        symbol=plan.symbol,
         head_dim=variant.head_dim,
         text=text,
         defines=(),
@@ -70,23 +64,23 @@ def emit_cuda(plan: GpuPlan) -> KernelSource:
     )
 
 
-def _context(plan: GpuPlan, symbol: str) -> _Context:
+def _context(plan: GpuPlan, passes: Collection[PassName]) -> _Context:
     recipe = plan.recipe
     places = Places(recipe)  # hooks come in the order in which they are placed
     sinks = place_formulas(recipe, places)
     gradients = gradient_code(recipe, places)
-    of_warpgroups = has_warpgroups(plan)
-    mask = mask_code(recipe, places.placement, lines=of_warpgroups)
+    mask = mask_code(recipe, places.placement, lines=has_warpgroups(plan))
+    forward, backward, queries = forward_code(plan), backward_code(plan), query_code(plan)
+    plans = (*((forward,) if "forward" in passes else ()), *((backward, queries) if "backward" in passes else ()))
     return _Context(
-        source=source_code(plan, symbol, lines=mask.asks_lines),
+        source=source_code(plan, passes, plans, lines=mask.asks_lines),
         plan=plan,
         recipe=recipe,
         spec=spec_code(recipe, places, sinks),
         mask=mask,
-        operands=operand_code(plan),
-        forward=forward_code(recipe, plan.elements, of_warpgroups=of_warpgroups),
-        forward_ways=forward_ways(plan),
-        backward=backward_code(plan),
-        queries=query_code(plan),
+        operands=operand_code(plan, passes),
+        forward=forward,
+        backward=backward,
+        queries=queries,
         gradients=gradients,
     )

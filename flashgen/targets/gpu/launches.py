@@ -1,6 +1,6 @@
 """Stage 3, plan for GPUs: the launches of every pass, and what lies in the workspace.
 
-In: a ``GpuPlan`` and the symbol of its source. Out: ``PassLaunches``. The kernels are those of ``entries.cuh.jinja`` in
+In: a ``GpuPlan`` of one element type. Out: ``PassLaunches``. The kernels are those of ``entries.cuh.jinja`` in
 ``templates/cuda/forward`` and ``templates/cuda/backward``, which take the places of the buffers from here.
 """
 
@@ -179,9 +179,10 @@ def _delta(recipe: Recipe) -> tuple[Buffer, ...]:
     return tuple(Buffer(name, rows) for name in names) if recipe.row_state else ()
 
 
-def forward_launches(symbol: str, plan: GpuPlan, element: ElementType, *, dropped: bool) -> PassLaunches:
+def forward_launches(plan: GpuPlan, *, dropped: bool) -> PassLaunches:
     """The forward pass."""
-    recipe, variant, tiles = plan.recipe, plan.recipe.variant, plan.by_element[element].forward
+    symbol, recipe, variant = plan.symbol, plan.recipe, plan.recipe.variant
+    element, tiles = plan.own.element, plan.own.forward
     name = f"{symbol}_forward_{element}{'_dropout' if dropped else ''}"
     grid = Count((*_heads(variant), _tiles(variant, "q_len", tiles.Br)), tiles.cluster)
     boxes: tuple[Box, ...] = ()
@@ -219,9 +220,9 @@ def part_buffers(variant: Variant, tiles: ForwardTiles) -> tuple[Buffer, ...]:
     )
 
 
-def cached_launches(symbol: str, plan: GpuPlan, element: ElementType) -> PassLaunches:
+def cached_launches(plan: GpuPlan) -> PassLaunches:
     """The forward pass over a cache: a kernel for the parts of keys, and one that merges those that are many."""
-    variant, tiles = plan.recipe.variant, plan.by_element[element].forward
+    symbol, variant, element, tiles = plan.symbol, plan.recipe.variant, plan.own.element, plan.own.forward
     blocks = work_tiles(tiles)
     threads = 32 * tiles.warps
     parts = Count((*blocks.factors, Factor("splits")))
@@ -285,9 +286,10 @@ def block_buffers(variant: Variant, element: ElementType) -> tuple[Buffer, ...]:
     )
 
 
-def block_launches(symbol: str, plan: GpuPlan, element: ElementType) -> PassLaunches:
+def block_launches(plan: GpuPlan) -> PassLaunches:
     """The forward pass by blocks of keys: lists are turned, parts computed, and merged."""
-    variant, tiles, listed = plan.recipe.variant, plan.by_element[element].forward, plan.recipe.variant.listed
+    symbol, variant, listed = plan.symbol, plan.recipe.variant, plan.recipe.variant.listed
+    element, tiles = plan.own.element, plan.own.forward
     assert listed is not None, "kernels go through blocks of keys"
     merged = Count((Factor("batch"), Factor("heads"), Factor("q_len")), divide=16 * MERGING_WARPS)
     turned = _lists_turned()
@@ -310,9 +312,7 @@ def _boxes(
 
 
 def backward_launches(
-    symbol: str,
     plan: GpuPlan,
-    element: ElementType,
     *,
     dropped: bool,
     deterministic: bool,
@@ -323,7 +323,8 @@ def backward_launches(
 
     With ``turns`` one that batch entries share is to be stored, if they can take turns.
     """
-    recipe, variant, tiles = plan.recipe, plan.recipe.variant, plan.by_element[element]
+    symbol, recipe, variant = plan.symbol, plan.recipe, plan.recipe.variant
+    element, tiles = plan.own.element, plan.own
     suffix = f"{element}{'_dropout' if dropped else ''}"
     cluster = tiles.backward.cluster
     key_grid = Count((*_heads(variant, "kv_heads"), _tiles(variant, "kv_len", tiles.backward.Bc)), cluster)

@@ -1,31 +1,34 @@
-"""What a package holds of a source for GPUs: the source with all of its plan, and binaries where it was compiled."""
+"""What a package holds of a source for GPUs: its pass and plan, and binaries where it was compiled."""
 
 from __future__ import annotations
 
-from flashgen.analysis.variant import Variant
+from dataclasses import replace
+
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.plan.packed import Image, ManifestBinary, ManifestGpuKernel, ManifestGpuSource, Packed
+from flashgen.plan.plan import Part
 from flashgen.targets.gpu.compile import GpuBinary
-from flashgen.targets.gpu.recipe import decide
 from flashgen.targets.gpu.started import started
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.toolchains.nvrtc import compiler_name
 
 
-def packed(source: KernelSource, plan: GpuPlan, binary: GpuBinary | None) -> Packed:
-    """A kernel as ``flashgen build`` writes it."""
+def packed(source: KernelSource, plan: GpuPlan, part: Part, binary: GpuBinary | None) -> Packed:
+    """A source as ``flashgen build`` writes it."""
+    assert part.pass_name is not None, "a source has one pass"
     described = ManifestGpuSource(
         file=source.file_name,
         target=source.target,
         symbol=source.symbol,
         head_dim=str(source.head_dim),
+        pass_name=part.pass_name,
         sram_bytes=plan.sram_bytes,
-        elements=plan.elements,
+        tiles=plan.own,
         rejected=plan.rejected,
     )
     if binary is None:
         return Packed(described=described)
-    launches = started(source.symbol, plan)
+    launches = started(plan, (part.pass_name,))
     kernels = tuple(
         ManifestGpuKernel(
             each.name,
@@ -41,29 +44,26 @@ def packed(source: KernelSource, plan: GpuPlan, binary: GpuBinary | None) -> Pac
     binaries = tuple(
         Image(
             ManifestBinary(
-                file="_".join((source.name, *part.words.split(", "))) + ".cubin",
+                file=f"{source.name}{'_deterministic' if calls.repeatable else ''}.cubin",
                 source=source.file_name,
                 compiler=compiler_name(),
-                element=str(part.element),
-                pass_name=part.pass_name,
-                deterministic=part.calls.repeatable,
+                deterministic=calls.repeatable,
             ),
             each.path.read_bytes(),
         )
-        for part, each in binary.parts.items()
+        for calls, each in binary.parts.items()
     )
     return Packed(described=described, binaries=binaries, kernels=kernels)
 
 
-def plan_of(described: ManifestGpuSource, variant: Variant) -> GpuPlan:
-    """The decisions of a packed source, without their reasons: those stand in the source."""
-    return GpuPlan(
-        spec_name=variant.spec.name,
-        head_dim=described.head_dim,
-        target=described.target,
+def plan_of(described: ManifestGpuSource, usual: GpuPlan) -> GpuPlan:
+    """The decisions of a packed source, without their reasons, which stand in the source; ``usual``: the planner's."""
+    return replace(
+        usual,
         sram_bytes=described.sram_bytes,
-        recipe=decide(variant),
-        elements=tuple(described.elements),
+        target=described.target,
+        elements=(described.tiles,),
         reasons=(),
         rejected=described.rejected,
+        decisions=(),
     )

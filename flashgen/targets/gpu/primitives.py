@@ -24,10 +24,10 @@ C_TYPES: Mapping[ElementType, str] = {
 
 @dataclass(frozen=True)
 class WarpgroupProducts:
-    """What a source multiplies by warpgroups: widths in tiles of 8 columns, element types, and how."""
+    """What a source multiplies by warpgroups: widths in tiles of 8 columns, the element type, and how."""
 
     tiles: tuple[int, ...]
-    elements: tuple[ElementType, ...]
+    element: ElementType
     spans: bool = False  # some have more columns than an instruction, or half of those of a tile
     turns: bool = False  # some are of half of a tile's panels
     clusters: bool = False  # blocks share copies
@@ -41,7 +41,7 @@ def primitives(*more: str, warpgroups: WarpgroupProducts | None = None) -> str:
             "clusters": warpgroups.clusters,
             "tensor_copies": True,
             "warpgroup": True,
-            "warpgroup_eight_bits": ElementType.F8E4M3 in warpgroups.elements,
+            "warpgroup_eight_bits": warpgroups.element is ElementType.F8E4M3,
             "warpgroup_spans": warpgroups.spans,
             "warpgroup_turns": warpgroups.turns,
         }
@@ -50,4 +50,4 @@ def primitives(*more: str, warpgroups: WarpgroupProducts | None = None) -> str:
     if warpgroups is None:
         return included
     template = environment().get_template("cuda/warpgroup_products.cuh.jinja")
-    return template.render(included=included, products=warpgroups, c_types=C_TYPES)
+    return template.render(included=included, products=warpgroups, c_type=C_TYPES[warpgroups.element])

@@ -12,10 +12,10 @@ from flashgen.emit.kernel_source import KernelSource
 from flashgen.ir.spec import Schedule
 from flashgen.plan.measured import PLANNERS_OWN, Pins
 from flashgen.plan.packed import Packed
-from flashgen.plan.plan import WHOLE, Part, Spill
+from flashgen.plan.plan import ANY_CALLS, WHOLE, CallKind, Part, Spill
 from flashgen.targets.gpu import limits
 from flashgen.targets.gpu.architecture import Architecture
-from flashgen.targets.gpu.compile import GpuBinary, compile_parts, spills_of
+from flashgen.targets.gpu.compile import GpuBinary, compile_beside, compile_calls, spills_of
 from flashgen.targets.gpu.packed import packed
 from flashgen.targets.gpu.plan import plan_gpu
 from flashgen.targets.gpu.recipe import decide
@@ -50,19 +50,31 @@ class GpuTarget(Architecture):
         recipe = decide(variant)
         return replace(plan_gpu(recipe.with_spec(spec), self, self.recipes, spills), recipe=recipe)
 
-    def emit(self, variant: Variant, plan: GpuPlan) -> KernelSource:  # noqa: ARG002 - the plan knows it
+    def parts(self, plan: GpuPlan) -> tuple[Part, ...]:
+        return tuple(Part(element, name) for element in plan.by_element for name in plan.recipe.variant.kind.passes)
+
+    def emit(self, variant: Variant, plan: GpuPlan, part: Part = WHOLE) -> KernelSource:  # noqa: ARG002 - the plan knows it
         from flashgen.targets.gpu.emit import emit_cuda
 
-        return emit_cuda(plan)
+        return emit_cuda(plan, part.pass_name)
 
-    def compile(self, source: KernelSource, plan: GpuPlan, part: Part = WHOLE) -> GpuBinary:
-        return compile_parts(source, plan, part, self.name)
+    def compile(self, source: KernelSource, calls: CallKind = ANY_CALLS) -> GpuBinary:
+        return compile_calls(source, calls, self.name)
 
-    def spills(self, source: KernelSource, plan: GpuPlan, binary: GpuBinary) -> tuple[Spill, ...]:
-        return tuple(spills_of(plan, source.symbol, binary.kernels))
+    def spills(self, plan: GpuPlan, binary: GpuBinary) -> tuple[Spill, ...]:
+        return tuple(spills_of(plan, binary.kernels))
 
-    def packed(self, variant: Variant, source: KernelSource, plan: GpuPlan, binary: GpuBinary | None) -> Packed:  # noqa: ARG002
-        return packed(source, plan, binary)
+    def packed(
+        self,
+        variant: Variant,  # noqa: ARG002 - the plan knows it
+        source: KernelSource,
+        plan: GpuPlan,
+        part: Part,
+        binary: GpuBinary | None,
+    ) -> Packed:
+        return packed(source, plan, part, binary)
 
-    def prepare(self, sources: Sequence[KernelSource]) -> None:
-        """Nothing: the machine at hand need not have such a GPU."""
+    def prepare(self, sources: Sequence[KernelSource], calls: CallKind | None) -> None:
+        """Binaries that go into a package; for the machine at hand nothing, as it need not have such a GPU."""
+        if calls is not None:
+            compile_beside(sources, calls, self.name)

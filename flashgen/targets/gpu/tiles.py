@@ -192,6 +192,18 @@ class GpuPlan(Plan):
         return self.target
 
     @property
+    def symbol(self) -> str:
+        """What the name of every kernel begins with."""
+        variant = self.recipe.variant
+        return f"{variant.spec.name}_d{str(variant.head_dim).replace('/', '_')}{variant.kind.mark}"
+
+    @property
+    def own(self) -> ElementPlan:
+        """The tiles of a plan of one element type, as those of kernels are."""
+        (found,) = self.elements
+        return found
+
+    @property
     def forward(self) -> Tiles:
         """The tile of the first element type, for tables that show one."""
         return self.elements[0].forward

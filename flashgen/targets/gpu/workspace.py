@@ -1,13 +1,14 @@
 """Stage 4, emit for GPUs: where the parts of the workspace lie, as the kernels' code finds them.
 
-In: a ``GpuPlan``. Out: C++ functions of ``struct Arguments``, one for each buffer that the templates
-ask for.
+In: a ``GpuPlan`` of one element type, passes. Out: C++ functions of ``struct Arguments``, one for each buffer that the
+templates ask for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
+from flashgen.kinds.kind import PassName
 from flashgen.plan.launches import ALIGNMENT, Buffer, Count, Factor, Sum
 from flashgen.targets.gpu.diagonals import DIAGONALS, ELEMENTS
 from flashgen.targets.gpu.launches import (
@@ -34,7 +35,6 @@ from flashgen.targets.gpu.launches import (
     shared_buffers,
 )
 from flashgen.targets.gpu.model import padded, takes_turns
-from flashgen.targets.gpu.primitives import C_TYPES
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tiles import GpuPlan
 
@@ -57,7 +57,7 @@ _BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
 }
 
 
-def workspace_code(plan: GpuPlan) -> str:
+def workspace_code(plan: GpuPlan, passes: Collection[PassName]) -> str:
     """Functions that find the buffers of the workspace, as ``PassLaunches.offsets`` places them."""
     recipe, kind = plan.recipe, plan.recipe.variant.kind
     if kind.cached:
@@ -66,13 +66,15 @@ def workspace_code(plan: GpuPlan) -> str:
         return _by_blocks(plan)
     lines = []
     code = _of_ragged_batches if kind.ragged else count_code
-    forward = (forward_buffers(recipe),) if any(each.forward.tensor_copies for each in plan.elements) else ()
-    persistent = any(each.backward.persistent for each in plan.elements)
-    turns = any(takes_turns(recipe, each.backward) for each in plan.elements)
-    parts = next((found for each in plan.elements if (found := shared_buffers(recipe, each.backward))), ())
-    atomic = atomic_buffers(recipe, persistent=persistent, turns=turns, parts=parts)
-    backward = () if kind.f8 else (atomic, exact_buffers(recipe))
-    for buffers in (*forward, *backward):
+    found: list[tuple[Buffer, ...]] = []
+    if "forward" in passes and plan.own.forward.tensor_copies:
+        found.append(forward_buffers(recipe))
+    if "backward" in passes:
+        tiles = plan.own.backward
+        turns, parts = takes_turns(recipe, tiles), shared_buffers(recipe, tiles)
+        found.append(atomic_buffers(recipe, persistent=tiles.persistent, turns=turns, parts=parts))
+        found.append(exact_buffers(recipe))
+    for buffers in found:
         before: list[Buffer] = []
         for buffer in buffers:
             at = " + ".join(_aligned_code(each.bytes, code) for each in before) or "0"
@@ -95,25 +97,20 @@ def workspace_code(plan: GpuPlan) -> str:
 
 
 def _of_caches(plan: GpuPlan) -> str:
-    """What parts of keys leave lies by element type, as tiles do."""
-    lines = ["template <class T> struct Parts;"]
-    for each in plan.elements:
-        rows, o = part_buffers(plan.recipe.variant, each.forward)[::-1]
-        assert (rows.name, o.name) == (PART_ROWS, PART_O)
-        behind_o = _aligned_code(o.bytes, _of_sequences)
-        lines += [
-            f"template <> struct Parts<{C_TYPES[each.element]}> {{",
-            "  static FG_DEVICE float* o(const Arguments& a) { return static_cast<float*>(a.workspace); }",
-            "  static FG_DEVICE float2* rows(const Arguments& a) {",
-            f"    return reinterpret_cast<float2*>(static_cast<char*>(a.workspace) + {behind_o});",
-            "  }",
-            "};",
-        ]
-    return "\n".join(lines)
+    """What parts of keys leave."""
+    rows, o = part_buffers(plan.recipe.variant, plan.own.forward)[::-1]
+    assert (rows.name, o.name) == (PART_ROWS, PART_O)
+    behind_o = _aligned_code(o.bytes, _of_sequences)
+    return f"""struct Parts {{
+  static FG_DEVICE float* o(const Arguments& a) {{ return static_cast<float*>(a.workspace); }}
+  static FG_DEVICE float2* rows(const Arguments& a) {{
+    return reinterpret_cast<float2*>(static_cast<char*>(a.workspace) + {behind_o});
+  }}
+}};"""
 
 
 def _by_blocks(plan: GpuPlan) -> str:
-    """What parts leave, and behind it lists, by element type."""
+    """What parts leave, and behind it lists."""
     types = {
         PART_O: "char",
         PART_ROWS: "float2",
@@ -123,18 +120,14 @@ def _by_blocks(plan: GpuPlan) -> str:
         RANKS: "uint32_t",
         COUNTS: "uint32_t",
     }
-    lines = ["template <class T> struct Parts;"]
-    for each in plan.elements:
-        lines.append(f"template <> struct Parts<{C_TYPES[each.element]}> {{")
-        at = "0"
-        for buffer in block_buffers(plan.recipe.variant, each.element):
-            name, c_type = buffer.name.removeprefix("part_"), types[buffer.name]
-            lines.append(f"  static FG_DEVICE {c_type}* {name}(const Arguments& a) {{")
-            lines.append(f"    return reinterpret_cast<{c_type}*>(static_cast<char*>(a.workspace) + {at});")
-            lines.append("  }")
-            at += f" + {_aligned_code(buffer.bytes, count_code)}"
-        lines.append("};")
-    return "\n".join(lines)
+    lines, at = ["struct Parts {"], "0"
+    for buffer in block_buffers(plan.recipe.variant, plan.own.element):
+        name, c_type = buffer.name.removeprefix("part_"), types[buffer.name]
+        lines.append(f"  static FG_DEVICE {c_type}* {name}(const Arguments& a) {{")
+        lines.append(f"    return reinterpret_cast<{c_type}*>(static_cast<char*>(a.workspace) + {at});")
+        lines.append("  }")
+        at += f" + {_aligned_code(buffer.bytes, count_code)}"
+    return "\n".join((*lines, "};"))
 
 
 def _of_sequences(count: Count | Sum) -> str:

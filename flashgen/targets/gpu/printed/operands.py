@@ -1,15 +1,17 @@
 """What kernels are called with: operands and where their rows lie, ``struct Arguments``, the workspace.
 
-In: the plan of a variant. Out: an ``OperandCode``, ``operands`` in templates.
+In: the plan of a variant in one element type, the passes. Out: an ``OperandCode``, ``operands`` in templates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from flashgen.analysis.variant import Variant
 from flashgen.emit.context import Declaration, declaration
 from flashgen.ir.types import ScalarType
+from flashgen.kinds.kind import PassName
 from flashgen.kinds.operand import Elements
 from flashgen.plan.arguments import fields_of_sequences, param_field, param_place_field
 from flashgen.plan.launches import TURNED_KEYS
@@ -58,7 +60,7 @@ class OperandCode:
     workspace: str
 
 
-def operand_code(plan: GpuPlan) -> OperandCode:
+def operand_code(plan: GpuPlan, passes: Collection[PassName]) -> OperandCode:
     """The operands of a variant."""
     variant = plan.recipe.variant
     spec, has_sequences = variant.spec, variant.kind.ragged or variant.kind.cached
@@ -85,7 +87,7 @@ def operand_code(plan: GpuPlan) -> OperandCode:
             for each in spec.params
         ),
         captured={name: count_code(count) for name, count in captured_elements(variant).items()},
-        workspace=workspace_code(plan),
+        workspace=workspace_code(plan, passes),
     )
 
 

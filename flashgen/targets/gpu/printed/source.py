@@ -1,26 +1,27 @@
 """What a source says of itself, and what it holds beside the kernels.
 
-In: the plan of a variant, and its symbol. Out: a ``SourceCode``, ``source`` in templates.
+In: the plan of a variant in one element type, the passes. Out: a ``SourceCode``, ``source`` in templates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from flashgen.emit.text import spec_digest, spec_lines
 from flashgen.ir.spec import HeadDim
+from flashgen.kinds.kind import PassName
 from flashgen.plan.arguments import stored_tensors
 from flashgen.targets.gpu.model import padded
 from flashgen.targets.gpu.primitives import C_TYPES, primitives
-from flashgen.targets.gpu.printed.passes import warpgroup_products
+from flashgen.targets.gpu.printed.passes import BackwardCode, ForwardCode, QueryCode, warpgroup_products
 from flashgen.targets.gpu.printed.spec import has_dropout
 from flashgen.targets.gpu.started import started
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.version import __version__
 
-# Passes and kinds of calls whose kernels a compiler may be asked to leave out, beside element types. ADDITIONS are
-# calls whose gradients are added up in any order.
-_PARTS = ("FORWARD", "BACKWARD", "ADDITIONS", "REPEATABLE")
+# Calls whose kernels a compiler may be asked to leave out. Those of ADDITIONS add up gradients in any order.
+_REPEATING = ("ADDITIONS", "REPEATABLE")
 _DROPOUT = ("WITHOUT_DROPOUT", "WITH_DROPOUT")
 
 
@@ -34,9 +35,9 @@ class Element:
 
 @dataclass(frozen=True)
 class SourceCode:
-    """One file. ``warpgroups``: it has products of these; ``parts``: kernels of these may be left out, by a macro.
+    """One file. ``warpgroups``: it has products of these; ``options``: macros that leave out kernels of some calls.
 
-    ``kernels`` are the names of all that calls start: no other is written.
+    ``plans`` are what it prints of the tiles; ``kernels`` the names of all that calls start: no other is written.
     """
 
     name: str
@@ -47,8 +48,9 @@ class SourceCode:
     spec_lines: tuple[str, ...]
     head_dim: HeadDim
     padded_dims: tuple[int, int]
-    elements: tuple[Element, ...]
-    parts: tuple[str, ...]
+    element: Element
+    options: tuple[str, ...]
+    plans: tuple[ForwardCode | BackwardCode | QueryCode, ...]
     kernels: frozenset[str]
     primitives: str
     warpgroups: bool
@@ -56,11 +58,16 @@ class SourceCode:
     has_backward: bool
 
 
-def source_code(plan: GpuPlan, symbol: str, *, lines: bool) -> SourceCode:
+def source_code(
+    plan: GpuPlan,
+    passes: Collection[PassName],
+    plans: tuple[ForwardCode | BackwardCode | QueryCode, ...],
+    *,
+    lines: bool,
+) -> SourceCode:
     """What the source of a variant says of itself; ``lines``: its mask is asked once a line."""
     recipe, variant, warpgroups = plan.recipe, plan.recipe.computed, warpgroup_products(plan)
     spec = variant.spec
-    elements = tuple(Element(str(each.element), C_TYPES[each.element]) for each in plan.elements)
     reads_words = recipe.ahead is not None or bool(stored_tensors(spec) or recipe.in_turn) or variant.uses_sqdist
     used = {
         "eight_bits": variant.kind.f8,
@@ -77,22 +84,19 @@ def source_code(plan: GpuPlan, symbol: str, *, lines: bool) -> SourceCode:
     }
     return SourceCode(
         name=spec.name,
-        symbol=symbol,
+        symbol=plan.symbol,
         target=plan.target,
         version=__version__,
         digest=spec_digest(spec)[:16],
         spec_lines=spec_lines(spec),
         head_dim=variant.head_dim,
         padded_dims=(padded(variant.head_dim.qk), padded(variant.head_dim.v)),
-        elements=elements,
-        parts=(
-            *_PARTS,
-            *(_DROPOUT if has_dropout(variant) else ()),
-            *(each.name.upper() for each in elements),
-        ),
-        kernels=frozenset(started(symbol, plan)),
+        element=Element(str(plan.own.element), C_TYPES[plan.own.element]),
+        options=(*(_REPEATING if "backward" in passes else ()), *(_DROPOUT if has_dropout(variant) else ())),
+        plans=plans,
+        kernels=frozenset(started(plan, passes)),
         primitives=primitives(*(name for name in used if used[name]), warpgroups=warpgroups),
         warpgroups=warpgroups is not None,
-        has_forward=not variant.kind.backward_only,
-        has_backward=not variant.kind.forward_only,
+        has_forward="forward" in passes,
+        has_backward="backward" in passes,
     )
