@@ -62,9 +62,9 @@ imports: .venv/.installed-dev
 	$(BIN)/lint-imports
 
 # The committed output is what the compiler writes today.
-PACKAGES := $(patsubst generated/%/manifest.json,%,$(wildcard generated/*/manifest.json))
+SPECS_OF_PACKAGES := $(wildcard generated/*/*.attn)
 generated: .venv/.installed
-	$(if $(PACKAGES),$(BIN)/flashgen build --check $(PACKAGES:%=specs/%.attn))
+	$(if $(SPECS_OF_PACKAGES),$(BIN)/flashgen build --check $(SPECS_OF_PACKAGES))
 
 bench: .venv/.installed-dev
 	$(BIN)/python -m tools.benchmarks.build_time

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.compiler.compiled import CompiledKernel
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts.emulated import EmulatedKernel
 from flashgen.hosts.emulator import Program
@@ -18,8 +18,7 @@ from flashgen.ir.types import ElementType
 from flashgen.kinds.kind import PassName
 from flashgen.language import parse_text
 from flashgen.plan.launches import Launch, PassLaunches
-from flashgen.targets.gpu.compile import GpuBinary
-from flashgen.targets.gpu.emit import cuda_symbol, emit_cuda
+from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.gpu.started import started
 from flashgen.targets.gpu.tiles import GpuPlan
@@ -40,31 +39,35 @@ def planned(text: str, target: str = "sm_80") -> tuple[Variant, GpuPlan]:
     return variant, GPUS[target].plan(variant)
 
 
+def of_type(plan: GpuPlan, element: ElementType | None = None) -> GpuPlan:
+    """The plan of one element type, or of its first."""
+    return replace(plan, elements=(plan.elements[0] if element is None else plan.by_element[element],))
+
+
 @functools.cache
-def emitted(text: str, target: str = "sm_80") -> KernelSource:
-    """The source for a target."""
-    return emit_cuda(planned(text, target)[1])
+def emitted(text: str, target: str = "sm_80", name: PassName | None = None) -> KernelSource:
+    """The source of a pass, or of all, for a target, in the first element type."""
+    return emit_cuda(of_type(planned(text, target)[1]), name)
 
 
 def planted_kernel(
-    kernel: CompiledKernel[GpuPlan, GpuBinary],
-    element: ElementType,
+    plan: GpuPlan,
     program: Callable[[PassName, frozenset[str]], Program],
     changed: Callable[[PassLaunches], PassLaunches] = lambda launches: launches,
 ) -> EmulatedKernel:
     """What a plan starts, of other programs: ``program`` gives that of a pass, for the names of its kernels."""
-    plan, symbol = kernel.plan, kernel.source.symbol
 
     def find(name: PassName, values: Mapping[str, float]) -> Compiled[Program]:
-        launches = launches_of(plan, symbol, element, name, values)
-        return Compiled(program(name, frozenset(launches.kernels)), changed(launches), plan, symbol)
+        launches = launches_of(plan, name, values)
+        return Compiled(program(name, frozenset(launches.kernels)), changed(launches), plan)
 
     return EmulatedKernel(ArgumentLayout(cuda_fields(plan.recipe)), plan.recipe.variant.head_dim, find)
 
 
-def launched(variant: Variant, plan: GpuPlan) -> Mapping[str, Launch]:
+def launched(plan: GpuPlan) -> Mapping[str, Launch]:
     """Every launch that a host may be told to start, by its kernel."""
-    return started(cuda_symbol(variant), plan)
+    each = (started(of_type(plan, element), plan.recipe.variant.kind.passes) for element in plan.by_element)
+    return dict(item for launches in each for item in launches.items())
 
 
 def kernels_in(source: KernelSource) -> set[str]:

@@ -14,7 +14,6 @@ from flashgen.analysis.variant import analyse
 from flashgen.compiler.compiled import CompiledKernel, compiled
 from flashgen.hosts.emulator import FaultKind, Program, compile_program
 from flashgen.hosts.emulator_machine import emulator_provider
-from flashgen.ir.types import ElementType
 from flashgen.kinds.kind import PassName
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.targets.gpu.compile import GpuBinary
@@ -67,6 +66,6 @@ def changed(name: str, text: str, pass_name: str, old: str, new: str, *, count: 
     def program(which: PassName, kernels: frozenset[str]) -> Program:
         return compile_program(sources[which], name=source.name, kernels=kernels)
 
-    own = planted_kernel(kernel, ElementType.BF16, program)
+    own = planted_kernel(kernel.plan, program)
     # An op is known by what it computes, so that each of these has to be called by another name.
     return AttentionOp(OpParts(replace(kernel.variant.spec, name=name), {"cpu": lambda *_: own}, backend="emulator"))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
+from flashgen.kinds.kind import PassName
+from flashgen.plan.plan import USUAL_CALLS
+from flashgen.targets.gpu.compile import left_out
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.registry import GPUS
 from flashgen.toolchains.nvrtc import CudaBinary, NvrtcMissing, compile_cuda, find_nvrtc
@@ -24,11 +25,10 @@ def has_products_that_wait(binary: CudaBinary) -> bool:
     return "C75" in (binary.path.parent / "compile.log").read_text(encoding="utf-8")
 
 
-def check_registers(text: str, kernel: str, *left_out: str, most: int = 0) -> None:
+def check_registers(text: str, kernel: str, name: PassName | None = None, *, most: int = 0) -> None:
     """Of Hopper's kernels for a spec's text the one of this name spills at most so many bytes; no product waits."""
     variant = variant_of(f"attention checked {{ dtype bf16  {text} }}")
-    defines = tuple((f"FLASHGEN_{part}", "0") for part in left_out)
-    binary = compile_cuda(replace(emit_cuda(GPUS["sm_90a"].plan(variant)), defines=defines), "sm_90a")
+    binary = compile_cuda(left_out(emit_cuda(GPUS["sm_90a"].plan(variant), name), USUAL_CALLS), "sm_90a")
     (found,) = (each for each in binary.kernels if kernel in each.name)
     assert found.spill_bytes <= most
     assert not has_products_that_wait(binary)

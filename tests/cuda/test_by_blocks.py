@@ -259,7 +259,7 @@ def test_mistakes_in_a_kernel_that_was_right(name: str) -> None:
     kernel = compiled(variant, target)
     assert kernel.source.whole.count(old) == 1
     program = compile_program(kernel.source.whole.replace(old, new), name=kernel.source.name)
-    planted = planted_kernel(kernel, ElementType.BF16, lambda *_: program)
+    planted = planted_kernel(kernel.plan, lambda *_: program)
     provider: Any = emulator_provider(spec, target)
     named = replace(spec, name=f"by_blocks_planted_{list(MISTAKES).index(name)}")
     found = replace(provider(head_dim, 0), other={BY_BLOCKS: planted}.get)

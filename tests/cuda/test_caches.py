@@ -222,7 +222,7 @@ def changed(name: str, *changes: tuple[str, str], kind: Planted = ONE_BY_ONE, ap
         assert found.splits is not None
         return replace(found, splits=replace(found.splits, most_alone=0)) if apart else found
 
-    own = planted_kernel(kernel, kind.element, program, changed)
+    own = planted_kernel(kernel.plan, program, changed)
     dense = replace(own, other=lambda _: own)
     return AttentionOp(OpParts(replace(spec, name=name), {"cpu": lambda *_: dense}, backend="emulator"))
 

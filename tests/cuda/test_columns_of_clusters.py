@@ -188,4 +188,4 @@ def test_s_has_to_be_read_before_dp_is_sent() -> None:
     ],
 )
 def test_it_stays_in_registers_and_no_product_waits(text: str) -> None:
-    check_registers(text, "backward", "FORWARD", "REPEATABLE", most=HARMLESS_SPILL)  # none of it in a step
+    check_registers(text, "backward", "backward", most=HARMLESS_SPILL)  # none of it in a step

@@ -10,6 +10,7 @@ import pytest
 
 from flashgen.analysis.variant import analyse
 from flashgen.ir.types import ElementType
+from flashgen.kinds.kind import PassName
 from flashgen.kinds.ragged import RAGGED
 from flashgen.language import parse_file
 from flashgen.store.headers import Text, headers_of
@@ -42,15 +43,14 @@ attention rich {
 """
 
 
-def compiled(text: str, target: str, *left_out: str) -> CudaBinary:
-    defines = tuple((f"FLASHGEN_{part}", "0") for part in left_out)
-    return compile_cuda(dataclasses.replace(emitted(text, target), defines=defines), target)
+def compiled(text: str, target: str, name: PassName | None = None) -> CudaBinary:
+    return compile_cuda(emitted(text, target, name), target)
 
 
 @pytest.mark.parametrize("target", one_of(2, TARGETS))
 def test_every_architecture(target: str) -> None:
     text = PLAIN.format(head_dim=64, dtype="f16")
-    binary = compiled(text, target, "BACKWARD")
+    binary = compiled(text, target, "forward")
     assert [each.name for each in binary.kernels] == ["causal_d64_forward_f16"]
     assert binary.path.read_bytes()[:4] == b"\x7fELF"
     # NVRTC 13.5 spills 52 bytes on sm_120; 13.0 spills 140 to 152, there, on sm_80 and on sm_86.
@@ -61,15 +61,15 @@ def test_every_architecture(target: str) -> None:
 def test_both_passes_stay_in_registers(head_dim: int, dtype: str) -> None:
     text = PLAIN.format(head_dim=head_dim, dtype=dtype)
     binary = compiled(text, "sm_80")
-    variant, plan = planned(text, "sm_80")
-    assert {each.name for each in binary.kernels} == set(launched(variant, plan))
+    _, plan = planned(text, "sm_80")
+    assert {each.name for each in binary.kernels} == set(launched(plan))
     assert all(each.spill_bytes <= HARMLESS_SPILL for each in binary.kernels)
 
 
 @pytest.mark.parametrize("target", one_of(2, ["sm_90a", "sm_80"]))
 def test_rows_that_warps_share_stay_in_registers(target: str) -> None:
-    left_out = ("BACKWARD",) if target == "sm_90a" else ()
-    binary = compiled(PLAIN.format(head_dim="576/512", dtype="bf16"), target, *left_out)
+    name: PassName | None = "forward" if target == "sm_90a" else None
+    binary = compiled(PLAIN.format(head_dim="576/512", dtype="bf16"), target, name)
     assert all(each.spill_bytes == 0 for each in binary.kernels)
 
 
@@ -78,7 +78,7 @@ def test_chunks_of_a_param_stay_in_registers_as_those_of_a_constant(head_dim: in
     """Where ranges divided by it in 64 bits, on either side of 0, forward kernels spilled 400 bytes."""
     text = "attention chunks {{ head_dim {}  dtype bf16  {}  mask causal and chunked(c) }}"
     spilled = [
-        {each.name: each.spill_bytes for each in compiled(text.format(head_dim, declared), "sm_90a", "F16").kernels}
+        {each.name: each.spill_bytes for each in compiled(text.format(head_dim, declared), "sm_90a").kernels}
         for declared in ("param c: i32", "const c = 1000")
     ]
     assert spilled[0] == spilled[1]
@@ -143,11 +143,11 @@ def test_waiting_is_read_from_the_log() -> None:
 @pytest.mark.parametrize("head_dim", one_of(3, [128, 192, 256]))
 def test_warps_that_compare_ranges_of_documents_stay_in_registers(head_dim: int) -> None:
     mask = "tensor doc: i32[B, Nk]  mask causal and same_document(doc)"
-    check_registers(f"head_dim {head_dim}  {mask}", f"checked_d{head_dim}_forward", "BACKWARD")
+    check_registers(f"head_dim {head_dim}  {mask}", f"checked_d{head_dim}_forward", "forward")
 
 
 def test_dropout_stays_in_registers() -> None:
-    binary = compiled("attention drops { head_dim 64 dtype bf16 mask causal dropout 0.1 }", "sm_90a", "BACKWARD")
+    binary = compiled("attention drops { head_dim 64 dtype bf16 mask causal dropout 0.1 }", "sm_90a", "forward")
     assert {each.name: each.spill_bytes for each in binary.kernels if each.spill_bytes} == {}
 
 
@@ -155,13 +155,13 @@ def test_types_whose_warps_share_rows_beside_others() -> None:
     text = "attention mixed { head_dim 264  mask causal }"
     _, plan = planned(text, "sm_90a")
     assert {each.forward.split for each in plan.elements} == {1, 2}
-    binary = compiled(text, "sm_90a", "BACKWARD", "F16")
+    binary = compiled(text, "sm_90a", "forward")
     assert [each.name for each in binary.kernels] == ["mixed_d264_forward_bf16", "mixed_d264_forward_f32"]
 
 
 def test_kernels_that_share_lists() -> None:
     text = "attention listed { head_dim 64 dtype f16 layout block 64: popcount(I ^ J) == 1 }"
-    binary = compiled(text, "sm_90a", "BACKWARD")
+    binary = compiled(text, "sm_90a", "forward")
     assert [each.name for each in binary.kernels] == [
         *("listed_d64_forward_f16", "listed_d64_order_of_forward_f16", "listed_d64_visits_of_forward_f16")
     ]
@@ -174,15 +174,14 @@ def test_everything_at_once() -> None:
     assert any("keys" in each.name for each in binary.kernels)
 
 
-@pytest.mark.parametrize(("target", "left_out"), [("sm_80", "FORWARD"), ("sm_90a", "BACKWARD")])
-def test_ragged_batches(target: str, left_out: str) -> None:
+@pytest.mark.parametrize(("target", "name"), [("sm_80", "backward"), ("sm_90a", "forward")])
+def test_ragged_batches(target: str, name: PassName) -> None:
     """The arguments of a sequence are taken apart: nothing of them lies in memory but what spills."""
     variant = dataclasses.replace(variant_of(PLAIN.format(head_dim=64, dtype="bf16")), kind=RAGGED)
     plan = GPUS[target].plan(variant)
-    source = dataclasses.replace(emit_cuda(plan), defines=((f"FLASHGEN_{left_out}", "0"),))
-    binary = compile_cuda(source, target)
+    binary = compile_cuda(emit_cuda(plan, name), target)
     assert binary.kernels
-    assert {each.name for each in binary.kernels} <= set(launched(variant, plan))
+    assert {each.name for each in binary.kernels} <= set(launched(plan))
     assert all(each.stack_bytes <= 64 and each.spill_bytes <= HARMLESS_SPILL for each in binary.kernels)
 
 
@@ -223,5 +222,5 @@ def test_a_load_stays_behind_its_condition() -> None:
 def test_dropout_where_scores_need_the_product_again() -> None:
     """Above D 128 two warpgroups have half of the columns each: they draw while products run, too."""
     text = "attention capped { head_dim 256 dtype bf16 score softcap(s, 50.0) mask causal dropout 0.1 }"
-    kernels = {each.name for each in compiled(text, "sm_90a", "FORWARD").kernels}
+    kernels = {each.name for each in compiled(text, "sm_90a", "backward").kernels}
     assert {"capped_d256_backward_bf16_dropout", "capped_d256_keys_bf16_dropout"} <= kernels

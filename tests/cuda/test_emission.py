@@ -17,7 +17,7 @@ from flashgen.targets.gpu.launches import atomic_buffers, backward_launches, exa
 from flashgen.targets.gpu.recipe import decide
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS
-from tests.cuda.helpers import emitted, kernels_in, launched, planned, variant_of
+from tests.cuda.helpers import emitted, kernels_in, launched, of_type, planned, variant_of
 
 CAUSAL = "attention causal { head_dim 64 mask causal }"
 EVERYTHING = """
@@ -56,7 +56,7 @@ def section(source: str, opening: str) -> str:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_the_same_bytes_every_time(name: str) -> None:
-    assert emitted(SPECS[name]) == emit_cuda(planned(SPECS[name])[1])
+    assert emitted(SPECS[name]) == emit_cuda(of_type(planned(SPECS[name])[1]))
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90a"])
@@ -69,13 +69,14 @@ def test_every_launch_has_its_kernel_and_every_kernel_a_launch(name: str, target
             continue
         variant = kernel_variant(spec, spec.head_dims[0], kind)
         plan = GPUS[target].plan(variant)
-        assert set(launched(variant, plan)) == kernels_in(emit_cuda(plan)), kind
+        own = of_type(plan)
+        assert set(launched(own)) == kernels_in(emit_cuda(own)), kind
 
 
 @pytest.mark.parametrize("name", SPECS)
 def test_blocks_are_bounded_by_what_launches_start(name: str) -> None:
-    variant, plan = planned(SPECS[name])
-    for each in launched(variant, plan).values():
+    _, plan = planned(SPECS[name])
+    for each in launched(plan).values():
         assert each.threads % 32 == 0
         assert each.shared_bytes <= plan.sram_bytes
 
@@ -134,8 +135,8 @@ def test_dq_has_its_own_kernel_where_rows_are_summed_or_results_repeat() -> None
     (_, causal), (_, everything) = planned(CAUSAL), planned(EVERYTHING)
 
     def kernels(plan: GpuPlan, *, deterministic: bool) -> list[str]:
-        found = backward_launches("k", plan, ElementType.F16, dropped=False, deterministic=deterministic)
-        return [each.kernel for each in found.launches]
+        found = backward_launches(of_type(plan, ElementType.F16), dropped=False, deterministic=deterministic)
+        return [each.kernel.replace(plan.symbol, "k") for each in found.launches]
 
     assert kernels(causal, deterministic=False) == ["k_rows_f16_clear", "k_backward_f16", "k_convert_f16"]
     assert kernels(causal, deterministic=True) == ["k_rows_f16", "k_keys_f16", "k_queries_f16"]
@@ -150,14 +151,14 @@ def test_buffers_follow_one_another_aligned() -> None:
     sizes = {"batch": 2, "heads": 3, "kv_heads": 1, "q_len": 77, "kv_len": 101}
     sizes |= {f"dim{axis}_{name}": 5 for name in CAPTURED for axis in range(3)}
     for deterministic in (False, True):
-        launches = backward_launches("k", plan, ElementType.F16, dropped=False, deterministic=deterministic)
+        launches = backward_launches(of_type(plan, ElementType.F16), dropped=False, deterministic=deterministic)
         end = 0
         for at, length in launches.offsets(sizes).values():
             assert at % ALIGNMENT == 0
             assert at >= end
             end = at + length
-    forward = forward_launches("k", plan, ElementType.F16, dropped=True)
-    assert forward.launches[-1].kernel == "k_forward_f16_dropout"
+    forward = forward_launches(of_type(plan, ElementType.F16), dropped=True)
+    assert forward.launches[-1].kernel == f"{plan.symbol}_forward_f16_dropout"
 
 
 def test_memory_grows_with_lengths_not_with_pairs() -> None:

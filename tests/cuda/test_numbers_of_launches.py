@@ -14,12 +14,14 @@ import torch
 import flashgen
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType
+from flashgen.kinds.kind import PassName
 from flashgen.op.op import AttentionOp
-from flashgen.plan.plan import USUAL_CALLS, Part
-from flashgen.targets.gpu.compile import compile_parts
+from flashgen.plan.plan import USUAL_CALLS
+from flashgen.targets.gpu.compile import compile_calls
+from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.recipe import decide
 from flashgen.targets.gpu.tiles import GpuPlan
-from tests.cuda.helpers import emitted, planned, variant_of
+from tests.cuda.helpers import planned, variant_of
 from tests.cuda.nvrtc import needs_nvrtc
 from tools.digests.elf import sections
 
@@ -104,13 +106,12 @@ def lengths_of_main_loops(code: bytes) -> list[int]:
 
 @needs_nvrtc
 @pytest.mark.parametrize("name", ["forward", pytest.param("backward", marks=pytest.mark.slow)])
-def test_main_loops_of_caps_are_those_of_constants(name: str) -> None:
+def test_main_loops_of_caps_are_those_of_constants(name: PassName) -> None:
     found = []
     for each in ("param c: f32", "const c = 50.0"):
         spec = f"attention numbers {{ head_dim 64  dtype bf16  {each}  score softcap(s, c)  mask causal }}"
-        _, plan = planned(spec, "sm_90a")
-        part = Part(ElementType.BF16, name, USUAL_CALLS)
-        (binary,) = compile_parts(emitted(spec, "sm_90a"), plan, part, "sm_90a").parts.values()
+        source = emit_cuda(planned(spec, "sm_90a")[1], name)
+        (binary,) = compile_calls(source, USUAL_CALLS, "sm_90a").parts.values()
         every = sections(binary.path.read_bytes())
         found.append(next(x.content for x in every if x.name == f".text.numbers_d64_{name}_bf16"))
     own, others = (lengths_of_main_loops(each)[:2] for each in found)  # where some and where all pairs are kept

@@ -84,13 +84,12 @@ def changed(name: str, *changes: tuple[str, str], of: str = TEXT, target: str = 
     for old, new in changes:
         assert squeezed(text).count(squeezed(old)) == 1, old
         text = planted(text, old, new)
-    (element,) = kernel.plan.by_element
 
     @functools.cache
     def program(_: Any, kernels: frozenset[str]) -> Program:
         return compile_program(text, name=kernel.source.name, kernels=kernels)
 
-    own = planted_kernel(kernel, element, program)
+    own = planted_kernel(kernel.plan, program)
     dense = replace(own, other=lambda _: own)
     return AttentionOp(OpParts(replace(spec, name=name), {"cpu": lambda *_: dense}, backend="emulator"))
 

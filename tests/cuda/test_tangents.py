@@ -7,14 +7,14 @@ import pytest
 from flashgen.analysis.tangent import with_tangent
 from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
-from flashgen.plan.plan import CallKind, Part
-from flashgen.targets.gpu.compile import part_of
+from flashgen.plan.plan import CallKind
+from flashgen.targets.gpu.compile import left_out
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.registers import accumulators
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS
 from flashgen.toolchains.nvrtc import compile_cuda
-from tests.cuda.helpers import variant_of
+from tests.cuda.helpers import of_type, variant_of
 from tests.cuda.nvrtc import has_products_that_wait, needs_nvrtc
 
 CAUSAL = "head_dim {}  mask causal"
@@ -48,7 +48,7 @@ def moving(text: str, head_dim: int) -> tuple[Variant, GpuPlan]:
 def test_no_product_waits_for_another(text: str, head_dim: int, which: str) -> None:
     """Kernels for one kind of call know which tangents there are: a branch between products kept all of them apart."""
     _, plan = moving(text, head_dim)
-    part = part_of(emit_cuda(plan), plan, Part(ElementType.BF16, "forward", CallKind(moving=which)))
+    part = left_out(emit_cuda(plan, "forward"), CallKind(moving=which))
     binary = compile_cuda(part, "sm_90a")
     (kernel,) = binary.kernels
     assert kernel.spill_bytes <= 16
@@ -80,12 +80,12 @@ def test_rows_that_tensor_copies_do_not_bring() -> None:
 
 def test_kinds_of_calls() -> None:
     variant, plan = moving(CAUSAL, 64)
-    source = emit_cuda(plan)
+    source = emit_cuda(of_type(plan, ElementType.BF16))
     kinds = {each: CallKind(moving=each) for each in ("", "q", "kv", "qkv")}
-    bits = {each: dict(part_of(source, plan, Part(None, None, kind)).defines) for each, kind in kinds.items()}
+    bits = {each: dict(left_out(source, kind).defines) for each, kind in kinds.items()}
     assert [each.get("FLASHGEN_MOVING") for each in bits.values()] == ["0", "1", "6", "7"]
     assert kinds["kv"].words == "tangents of k and v"
     assert kinds[""].words == "tangents of captured values"
     elsewhere = GPUS["sm_80"].plan(variant)
-    left = part_of(emit_cuda(elsewhere), elsewhere, Part(None, None, kinds["q"]))
+    left = left_out(emit_cuda(of_type(elsewhere, ElementType.BF16)), kinds["q"])
     assert "FLASHGEN_MOVING" not in dict(left.defines)

@@ -11,9 +11,8 @@ from torch import Tensor
 from flashgen.hosts.emulator import EmulatorError, FaultKind
 from flashgen.ir.types import ElementType
 from flashgen.op.op import AttentionOp
-from flashgen.targets.gpu.emit import cuda_symbol
 from flashgen.targets.gpu.launches import forward_launches
-from tests.cuda.helpers import launched, planned
+from tests.cuda.helpers import launched, of_type, planned
 from tests.cuda.hopper import changed, emitted_for, hopper, random
 
 # Blocks that copy for themselves, and blocks with warps that copy for the others.
@@ -38,11 +37,11 @@ def test_who_takes_tensor_copies() -> None:
         assert tiles.tensor_copies is expected
         backward = expected and not variant.uses_sqdist  # norms of Q want everyone at once
         assert plan.by_element[ElementType.F16].backward.tensor_copies is backward
-        *_, launch = forward_launches("a", plan, ElementType.F16, dropped=False).launches
+        *_, launch = forward_launches(of_type(plan, ElementType.F16), dropped=False).launches
         assert [box.tensor for box in launch.boxes] == (["q", "k", "v"] if expected else [])
-        launches = launched(variant, plan)
+        launches = launched(plan)
         for name in ("keys_f16",) if variant.uses_sqdist else ("backward_f16", "keys_f16"):
-            boxes = launches[f"{cuda_symbol(variant)}_{name}"].boxes
+            boxes = launches[f"{plan.symbol}_{name}"].boxes
             assert [box.tensor for box in boxes] == (["q", "d_o"] if backward else [])
         single = plan.by_element[ElementType.F32]
         assert not single.forward.tensor_copies

@@ -263,4 +263,4 @@ def test_mistakes_in_a_kernel_that_was_right(name: str) -> None:
     ],
 )
 def test_it_stays_in_registers_and_no_product_waits(text: str) -> None:
-    check_registers(text, "forward", "BACKWARD")
+    check_registers(text, "forward", "forward")

@@ -25,7 +25,7 @@ BUDGET = {
     "modules at the top level": 3,
     "lines of the longest module": 450,
 }
-COMMITTED = ("alibi", "causal", "gpt_oss")
+COMMITTED = ("alibi",)
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "flashgen").rglob("*.py")

@@ -11,7 +11,7 @@ from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.primitives import WarpgroupProducts, primitives
 from tests.emulator.helpers import Array, kernel, launch
 
-PRODUCTS = WarpgroupProducts((8,), (ElementType.F8E4M3,))
+PRODUCTS = WarpgroupProducts((8,), ElementType.F8E4M3)
 SOURCE = primitives(warpgroups=PRODUCTS) + kernel("eight_bits")
 F8 = torch.float8_e4m3fn
 # Where O's columns lie among those of the accumulators: of 16 the even ones come first.

@@ -20,7 +20,7 @@ from tests.emulator.helpers import Outcome, kernel, launch
 SHARED_BYTES = 64 * 1024 + 8
 TILES = ((16, 16), (64, 32), (48, 48), (128, 64), (80, 128), (64, 192), (256, 16))  # rows, columns
 PANELS = {16: 16, 32: 32}  # columns of a panel, where it is not 64
-PRIMITIVES = primitives(warpgroups=WarpgroupProducts((8,), (ElementType.F16,)))
+PRIMITIVES = primitives(warpgroups=WarpgroupProducts((8,), ElementType.F16))
 SOURCE = (
     PRIMITIVES
     + kernel("tensor_copies")
@@ -173,7 +173,7 @@ def test_in_a_ring_that_was_right(old: str, new: str, kinds: set[FaultKind]) -> 
         assert any(word in caught.value.line_text for word in ("mbarrier_", "copy_panel", "multiply"))
 
 
-SEQUENCE_SOURCE = primitives("sequence_copies", warpgroups=WarpgroupProducts((8,), (ElementType.F16,))) + kernel(
+SEQUENCE_SOURCE = primitives("sequence_copies", warpgroups=WarpgroupProducts((8,), ElementType.F16)) + kernel(
     "sequence_copies"
 )
 HEAD_DIM = HeadDim(96, 96)

@@ -15,7 +15,7 @@ from tests.emulator.helpers import Outcome, kernel, launch
 
 WIDTHS = (16, 64, 80, 128, 256)  # n
 PRIMITIVES = primitives(
-    warpgroups=WarpgroupProducts(tuple(n // 8 for n in WIDTHS), (ElementType.F16, ElementType.BF16)),
+    warpgroups=WarpgroupProducts(tuple(n // 8 for n in WIDTHS), ElementType.F16),
 )
 
 

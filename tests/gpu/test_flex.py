@@ -57,14 +57,14 @@ def test_against_float64(name: str) -> None:
     q, k, v, d_o = drawn()
     score, mask = mods(name, "cuda")
     blocks = None if mask is None else create_block_mask(mask, None, None, N, N, device="cuda")
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
     found, aux = flex_attention(
-        *leaves, score, blocks, enable_gqa=True, return_aux=AuxRequest(lse=True), backend="cuda"
+        q, k, v, score, blocks, enable_gqa=True, return_aux=AuxRequest(lse=True), backend="cuda"
     )
-    gradients = torch.autograd.grad(found, leaves, d_o)
-    exact = [x.double().cpu().requires_grad_() for x in (q, k, v)]
-    expected, lse = judged(*exact, *mods(name, "cpu"))
-    wanted = torch.autograd.grad(expected, exact, d_o.double().cpu())
+    gradients = torch.autograd.grad(found, (q, k, v), d_o)
+    exact_q, exact_k, exact_v = (x.detach().double().cpu().requires_grad_() for x in (q, k, v))
+    expected, lse = judged(exact_q, exact_k, exact_v, *mods(name, "cpu"))
+    wanted = torch.autograd.grad(expected, (exact_q, exact_k, exact_v), d_o.double().cpu())
     assert error(found, expected) < 0.02
     assert error(aux.lse[..., None], lse[..., None]) < 0.01
     assert [error(x, y) < 0.05 for x, y in zip(gradients, wanted, strict=True)] == [True] * 3

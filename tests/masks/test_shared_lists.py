@@ -39,12 +39,13 @@ from flashgen.op.loading import load_spec
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.plan.arguments import param_field
 from flashgen.plan.launches import VisitLists
-from flashgen.targets.gpu.emit import cuda_symbol, emit_cuda
+from flashgen.plan.measured import Pins
+from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.lists import OF_KEYS, OF_QUERIES, cuda_fields
 from flashgen.targets.gpu.model import VISIT_LIST
 from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import verify_case
-from tests.cuda.helpers import emitted, variant_of
+from tests.cuda.helpers import emitted, of_type, variant_of
 from tests.ir.values import evaluate
 from tests.masks.measure import exact
 from tests.numeric.helpers import assert_close, failures, normal
@@ -156,14 +157,14 @@ def test_they_hold_what_the_analysis_finds(name: str) -> None:
     text = source[: source.index("// ---- Forward -")].replace("WINDOW = 1024", f"WINDOW = {WINDOW}")
     text = text.replace(f"sizeof(VisitList) == {VISIT_LIST}", f"sizeof(VisitList) == {BYTES_OF_LIST}")
     program = compile_program(text, name="lists")
-    plan = GPUS["sm_80"].plan(variant)
+    plan = GPUS["sm_80"].plan(variant, Pins(element=ElementType.BF16))
     layout = ArgumentLayout(cuda_fields(plan.recipe))
     is_by_head, listed = "hash(h" in MASKS[name], 0
     for shard in SHARDS:
         known = whole(**shard) | ({param_field("salt"): 11} if variant.spec.params else {})
         for which in ("forward", "backward"):
             values = layout.values(known | {"deterministic": 1})
-            launches = launches_of(plan, cuda_symbol(variant), ElementType.BF16, which, layout.named(values))
+            launches = launches_of(plan, which, layout.named(values))
             for lists in launches.lists:
                 visited = -(-known["kv_len" if lists.field == OF_QUERIES else "q_len"] // lists.tiles[1])
                 tiles = -(-known["q_len" if lists.field == OF_QUERIES else "kv_len"] // lists.tiles[0])
@@ -342,7 +343,7 @@ def test_who_has_lists(specs: Path) -> None:
     for path in sorted(specs.glob("*.attn")):
         (own,) = parse_file(path).specs
         variant = analyse(own, own.head_dims[0])
-        source = emit_cuda(GPUS["sm_90a"].plan(variant)).text
+        source = emit_cuda(of_type(GPUS["sm_90a"].plan(variant))).text
         if is_irregular(variant.keep):
             kept.add(path.stem)
         elif any(observed_loads(variant.keep)) or reads_tiles(variant.keep, variant.spec.tensors):

@@ -210,7 +210,7 @@ class Written:
 def held(launches: PassLaunches) -> Any:
     """Kernels that a binary holds, whatever the call."""
     plan: Any = None
-    return lambda *_: Compiled(Path("a.cubin"), launches, plan, "symbol")
+    return lambda *_: Compiled(Path("a.cubin"), launches, plan)
 
 
 def test_a_pass_on_a_device() -> None:

@@ -237,7 +237,7 @@ def test_a_pass_with_maps() -> None:
     }  # fmt: skip
     driver = MappingDriver()
     plan: Any = None
-    held = Compiled(Path("a.cubin"), launches, plan, "symbol")
+    held = Compiled(Path("a.cubin"), launches, plan)
     kernel = CudaKernel(LAYOUT, HEAD_DIM, lambda *_: held, driver.size, driver=driver)
     prepared = kernel.prepare("forward", LAYOUT.values(known))
     for address in (1 << 40, 1 << 41):

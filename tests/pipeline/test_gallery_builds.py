@@ -10,6 +10,7 @@ import pytest
 from flashgen.analysis.variant import analyse
 from flashgen.compiler.answers import answers_of
 from flashgen.compiler.building import build_file
+from flashgen.compiler.compiled import compiled
 from flashgen.compiler.package.gpu import packaged
 from flashgen.compiler.package.manifest import Manifest
 from flashgen.compiler.reading import read_file
@@ -40,11 +41,10 @@ def test_a_package_has_the_binaries_of_all_usual_calls(name: str, target: str, t
     (built,) = build_file(name, output=tmp_path, targets=(target,))
     manifest = Manifest.read(built.folder)
     for head_dim in spec.head_dims:
-        found = packaged(built.folder, manifest, analyse(spec, head_dim), GPUS[target])
-        assert found is not None
-        parts = {(each.element, each.pass_name) for each in found.images}
-        assert parts == set(product(found.plan.by_element, BOTH))
-        kernels = started(found.source.symbol, found.plan)
-        assert {each.name for each in found.resources if each.name.startswith(f"{found.source.symbol}_")} <= set(
-            kernels
-        )
+        plan = compiled(analyse(spec, head_dim), GPUS[target]).plan
+        found = packaged(built.folder, manifest, plan, GPUS[target])
+        assert set(found) == set(product(plan.by_element, BOTH))
+        assert all(each.images for each in found.values())
+        kernels = {name for each in found.values() for name in started(each.plan, BOTH)}
+        said = {each.name for parts in found.values() for each in parts.resources}
+        assert {name for name in said if name.startswith(f"{plan.symbol}_")} <= kernels

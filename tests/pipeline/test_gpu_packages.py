@@ -23,8 +23,9 @@ from flashgen.hosts import gpu_calls
 from flashgen.hosts.gpu_calls import launches_of
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
+from flashgen.kinds.kind import PassName
 from flashgen.language import parse_text
-from flashgen.plan.plan import CallKind, Part, Rejection
+from flashgen.plan.plan import ANY_CALLS, CallKind, Rejection
 from flashgen.store.cache import Cache
 from flashgen.targets.gpu import compile as gpu_compile
 from flashgen.targets.gpu.tiles import GpuPlan
@@ -33,6 +34,8 @@ from flashgen.toolchains import nvrtc, nvrtc_processes
 from flashgen.toolchains.cpp import CompileFailed
 from flashgen.toolchains.nvrtc import CudaBinary, Resources
 from tests.pipeline.gpus import CUBINS, SM_80, SPEC, needs_nvrtc
+
+Parts = list[tuple[str, KernelSource]]
 
 
 @needs_nvrtc
@@ -72,17 +75,17 @@ def test_build_for_a_gpu(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture
-def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, KernelSource]:
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parts:
     """What two processes compile into an empty cache."""
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(nvrtc_processes, "available_cores", lambda: 2)
     texts = {name: f'extern "C" __global__ void {name}(float* x) {{ *x = 1; }}' for name in ("one", "two", "three")}
     head_dim = HeadDim(16, 16)
-    return {name: KernelSource(f"{name}.cu", "sm_80", name, head_dim, text, ()) for name, text in texts.items()}
+    return [(name, KernelSource(f"{name}.cu", "sm_80", name, head_dim, text, ())) for name, text in texts.items()]
 
 
 @needs_nvrtc
-def test_parts_are_compiled_side_by_side(parts: dict[str, KernelSource], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_compiled_side_by_side(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """A helper fills the cache: here all of it, as this process takes nothing."""
     monkeypatch.setattr(nvrtc_processes, "_take_parts", lambda *_: None)
     made = nvrtc_processes.compile_cuda_parts(parts, "sm_80")
@@ -91,29 +94,30 @@ def test_parts_are_compiled_side_by_side(parts: dict[str, KernelSource], monkeyp
 
 
 @needs_nvrtc
-def test_parts_are_compiled_without_helpers(parts: dict[str, KernelSource], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_compiled_without_helpers(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no process can be started, or helpers would store in folders of their own, this one does it."""
 
     def popen(*_: object, **__: object) -> None:
         raise BlockingIOError("no more processes")
 
     monkeypatch.setattr("flashgen.toolchains.nvrtc_processes.subprocess.Popen", popen)
-    assert len(nvrtc_processes.compile_cuda_parts(dict(list(parts.items())[:2]), "sm_80")) == 2
+    assert len(nvrtc_processes.compile_cuda_parts(parts[:2], "sm_80")) == 2
     monkeypatch.setattr(nvrtc_processes, "_fill_cache", popen)
     monkeypatch.setattr(Cache, "hindrance", lambda _: "read-only file system")
     assert len(nvrtc_processes.compile_cuda_parts(parts, "sm_80")) == 3
 
 
 @needs_nvrtc
-def test_a_part_that_does_not_compile(parts: dict[str, KernelSource], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_that_does_not_compile(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said once, by this process, whoever met it; what has not begun does not begin."""
-    broken = {"two": dataclasses.replace(parts["two"], text="void"), "one": parts["one"], "three": parts["three"]}
+    one, two, three = parts
+    broken = [("two", dataclasses.replace(two[1], text="void")), one, three]
     with pytest.raises(CompileFailed, match="NVRTC could not compile 'two' for -arch=sm_80"):
         nvrtc_processes.compile_cuda_parts(broken, "sm_80")
     monkeypatch.setattr(nvrtc_processes, "_take_parts", lambda *_: None)
     with pytest.raises(CompileFailed, match="NVRTC could not compile 'two' for -arch=sm_80"):
         nvrtc_processes.compile_cuda_parts(broken, "sm_80")
-    assert not nvrtc.is_compiled(parts["three"], "sm_80")
+    assert not nvrtc.is_compiled(three[1], "sm_80")
 
 
 @needs_nvrtc
@@ -122,21 +126,21 @@ def test_what_a_package_brings(file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "tiny"
     spec, manifest = parse_text(SPEC).specs[0], Manifest.read(folder)
 
-    def brought(target: str) -> Packaged | None:
-        return packaged(folder, manifest, analyse(spec, spec.head_dims[0]), GPU_TARGETS[target])
+    usual_plan = compiled_plan(spec)
 
-    part = Part(ElementType.BF16, "forward")
-    usual, deterministic = (Part(ElementType.BF16, "backward", CallKind(repeatable=each)) for each in (False, True))
-    cubin = folder / "tiny_d16_sm_80_forward_bf16.cubin"
-    found = brought("sm_80")
+    def brought(target: str, name: PassName = "forward") -> Packaged | None:
+        return packaged(folder, manifest, usual_plan, GPU_TARGETS[target]).get((ElementType.BF16, name))
+
+    cubin = folder / "tiny_d16_forward_bf16_sm_80.cubin"
+    found, backward = brought("sm_80"), brought("sm_80", "backward")
     assert found is not None
-    assert len(found.images) == len(CUBINS)
-    assert found.images[part].read_bytes() == cubin.read_bytes()
-    assert found.plan.by_element == compiled_plan(spec).by_element
-    assert found.plan.recipe == compiled_plan(spec).recipe
+    assert backward is not None
+    assert found.images[ANY_CALLS].read_bytes() == cubin.read_bytes()
+    assert found.plan.own == usual_plan.by_element[ElementType.BF16]
+    assert found.plan.recipe == usual_plan.recipe
     assert {each.name for each in found.resources} >= {"tiny_d16_forward_bf16"}
-    assert found.image(usual) == found.images[Part(ElementType.BF16, "backward", CallKind(None, False, None))]
-    assert found.image(deterministic) is None
+    assert backward.image(CallKind(repeatable=False)) == backward.images[CallKind(None, False, None)]
+    assert backward.image(CallKind(repeatable=True)) is None
     assert brought("sm_87") is not None, "a later architecture of the same generation"
     assert brought("sm_86") is None, "which has less shared memory than the tiles were planned for"
     assert brought("sm_90") is None
@@ -145,15 +149,16 @@ def test_what_a_package_brings(file: Path, tmp_path: Path) -> None:
     cubin.write_bytes(image[:1000])
     damaged = brought("sm_80")
     assert damaged is not None
-    assert set(found.images) - set(damaged.images) == {part}, "that part of the source is compiled again"
+    assert not damaged.images, "the source is compiled again"
     assert not damaged.edited
+    assert brought("sm_80", "backward") == backward
     cubin.write_bytes(image)
-    source = folder / "tiny_d16_sm_80.cu"
+    source = folder / "tiny_d16_forward_bf16_sm_80.cu"
     source.write_text(source.read_text() + "// edited\n")
     edited = brought("sm_80")
     assert edited is not None
     assert edited.edited == source.name
-    assert not edited.images, "the binaries are of another source"
+    assert not edited.images, "the binary is of another source"
     assert edited.source.text.endswith("// edited\n")
 
 
@@ -166,15 +171,14 @@ def test_a_header_that_was_edited_runs_as_it_stands(file: Path, tmp_path: Path) 
     header = folder / "include" / "flashgen" / "math.cuh"
     assert not packages.edited_sources(folder, manifest)
     header.write_text(header.read_text() + "#error edited\n")
-    found = packaged(folder, manifest, analyse(spec, spec.head_dims[0]), SM_80)
-    assert found is not None
+    found = packaged(folder, manifest, compiled_plan(spec), SM_80)[ElementType.BF16, "forward"]
     assert found.edited == "include/flashgen/math.cuh"
     assert not found.images
-    (edited,) = packages.edited_sources(folder, manifest)
+    edited, *_ = packages.edited_sources(folder, manifest)
     assert "#error edited" in edited.whole
     assert "#error" not in edited.text
     with pytest.raises(CompileFailed, match=r"flashgen/math.cuh\(\d+\): .*#error directive: edited"):
-        gpu_compile.compile_parts(found.source, found.plan, Part(ElementType.BF16, "forward"), "sm_80")
+        gpu_compile.compile_calls(found.source, ANY_CALLS, "sm_80")
     with pytest.raises(FolderRefused, match=r"'include/flashgen/math.cuh' was edited"):
         build_file(file, output=tmp_path, targets=("sm_80",))
     header.unlink()
@@ -185,27 +189,25 @@ def test_a_header_that_was_edited_runs_as_it_stands(file: Path, tmp_path: Path) 
 @needs_nvrtc
 def test_a_package_has_what_it_says_of_deterministic_calls(file: Path, tmp_path: Path) -> None:
     """By default binaries hold what usual calls start, and the manifest says so; asked for, also what the others do."""
-    spec = parse_text(SPEC).specs[0]
-    variant = analyse(spec, spec.head_dims[0])
+    plan = compiled_plan(parse_text(SPEC).specs[0])
     values = {"dropout_threshold": 0, "deterministic": 1}
     for asked in (False, True):
         (built,) = build_file(file, output=tmp_path, targets=("sm_80",), deterministic=asked)
         assert bool(built.left) is not asked
         assert all("`flashgen build --deterministic` makes them now" in each for each in built.left)
         manifest = Manifest.read(built.folder)
-        found = packaged(built.folder, manifest, variant, SM_80)
-        assert found is not None
+        found = packaged(built.folder, manifest, plan, SM_80)[ElementType.BF16, "backward"]
         for repeatable in (False, True):
             values["deterministic"] = repeatable
             kind = gpu_calls.kind_of("backward", values)
-            image = found.image(Part(ElementType.BF16, "backward", kind))
+            image = found.image(kind)
             assert (image is None) is (repeatable and not asked)
-            launches = launches_of(found.plan, found.source.symbol, ElementType.BF16, "backward", values)
+            launches = launches_of(found.plan, "backward", values)
             started = set(launches.kernels)
             assert image is None or all(each.encode() in image.read_bytes() for each in started)
             said = {each.name for each in manifest.gpu_kernels}
             assert (started <= said) is (image is not None)
-        kinds = [each.deterministic for each in manifest.binaries if each.pass_name == "backward"]
+        kinds = [each.deterministic for each in manifest.binaries if "_backward_" in each.source]
         assert set(kinds) == ({False, True} if asked else {False})
         assert not build_file(file, output=tmp_path, targets=("sm_80",), deterministic=asked, check=True)[0].changed
 

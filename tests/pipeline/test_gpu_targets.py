@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ from flashgen.targets.gpu.architecture import UnsupportedGpu
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import target_of
 from flashgen.toolchains.nvrtc import CudaBinary, NvrtcMissing, Resources
+from tests.cuda.helpers import kernels_in
 from tests.pipeline.gpus import SM_80, SPEC, needs_nvrtc
 from tests.slices import one_of
 
@@ -196,11 +197,10 @@ def assembler(monkeypatch: pytest.MonkeyPatch) -> list[KernelSource]:
     """NVRTC that compiles nothing: what it was asked for. Every forward kernel of 128 × 128 spills."""
     asked: list[KernelSource] = []
 
-    def compile_cuda_parts(parts: Mapping[str, KernelSource], target: str) -> tuple[CudaBinary, ...]:
-        (source,) = parts.values()
+    def compile_cuda_parts(parts: Sequence[tuple[str, KernelSource]], target: str) -> tuple[CudaBinary, ...]:
+        ((_, source),) = parts
         asked.append(source)
-        left_out = {name.removeprefix("FLASHGEN_").lower() for name, _ in source.defines}
-        name = "forward" if "backward" in left_out else "backward"
+        name = "forward" if "_forward_" in source.name else "backward"
         tiles = source.text.partition("ForwardPlan<fg::bfloat_t> {")[2].partition("}")[0]
         spill = 300 if name == "forward" and "BR = 128, BC = 128" in tiles else 0
         kernel = Resources(f"{source.symbol}_{name}_bf16", 200, 0, spill, 0)
@@ -254,7 +254,7 @@ def test_a_call_compiles_the_plan_of_its_length(assembler: list[KernelSource]) -
 
     short = tile(512)
     assert len(assembler) == 1
-    assert "FLASHGEN_BACKWARD" in dict(assembler[0].defines)
+    assert assembler[0].name == "shown_d64_forward_bf16_sm_80"
     long = tile(16_384)
     assert short != long
     assert tile(512) == short
@@ -279,12 +279,9 @@ def test_a_first_call_compiles_its_own_type_alone(assembler: list[KernelSource])
         of_call(provider, name, values(length))
         assert assembler
         for source in assembler:
-            left_out = {define.removeprefix("FLASHGEN_") for define, value in source.defines if value == "0"}
-            types = ("F16", "BF16", "F32")
-            in_text = {each for each in types if f"#if FLASHGEN_FORWARD && FLASHGEN_{each}\n" in source.text}
-            assert in_text - left_out == {"BF16"}
-            assert {each.upper() for each in BOTH} - left_out == {name.upper()}
-        assert length == 512 or in_text == set(types), "the planner's source holds all types"
+            assert kernels_in(source)
+            assert all("_bf16" in each for each in kernels_in(source))
+            assert any(each.startswith("typed_d64_forward") for each in kernels_in(source)) is (name == "forward")
 
 
 @needs_nvrtc
@@ -335,7 +332,8 @@ def test_a_package_runs_from_text(assembler: list[KernelSource], tmp_path: Path)
     build_file(file, output=tmp_path)
     folder = tmp_path / "shown"
     spec = parse_text(LONG).specs[0]
-    text = (folder / "shown_d64_sm_80.cu").read_text()
+    file = folder / "shown_d64_backward_bf16_sm_80.cu"
+    text = file.read_text()
 
     def run(length: int) -> str:
         provider = cuda_provider(spec, (folder, Manifest.read(folder)))
@@ -345,19 +343,20 @@ def test_a_package_runs_from_text(assembler: list[KernelSource], tmp_path: Path)
     assert run(16_384) == text
     assert assembler[-1].text == text
     assert dict(assembler[-1].defines) == {
-        "FLASHGEN_FORWARD": "0",
         "FLASHGEN_WITH_DROPOUT": "0",
         "FLASHGEN_REPEATABLE": "0",
     }
     provider = cuda_provider(spec, (folder, Manifest.read(folder)))
     ready, _ = of_call(provider, "forward", values(512))
     assert ready.source.text != text
-    (folder / "shown_d64_sm_80.cu").write_text(text + "// edited\n")
+    file.write_text(text + "// edited\n")
     for length in (512, 16_384):
         assert run(length).endswith("// edited\n")
-    edited, reasons = of_call(cuda_provider(spec, (folder, Manifest.read(folder))), "forward", values(512))
-    assert edited.source.text.endswith("// edited\n")
+    provider = cuda_provider(spec, (folder, Manifest.read(folder)))
+    _, reasons = of_call(provider, "backward", values(512))
     assert "was edited, and runs as it stands" in reasons[0]
+    ready, _ = of_call(provider, "forward", values(16_384))
+    assert ready.source.text == (folder / "shown_d64_forward_bf16_sm_80.cu").read_text()
 
 
 @needs_nvrtc
@@ -397,10 +396,10 @@ def test_parts_hold_the_kernels_of_their_pass(name: PassName, dropout: int, dete
     values = {"dropout_threshold": dropout, "deterministic": deterministic, "grad_w": 1}
     part = Part(ElementType.BF16, name, ANY_CALLS if of_any else gpu_calls.kind_of(name, values))
     made = assembled(variant, SM_80, part=part)
-    content = made.binary.parts[part].path.read_bytes()
+    content = b"".join(each.path.read_bytes() for each in made.binary.parts.values())
     plan = made.kernel.plan
     assert isinstance(plan, GpuPlan)
-    launches = launches_of(plan, made.kernel.source.symbol, ElementType.BF16, name, values)
+    launches = launches_of(plan, name, values)
     for kernel in launches.kernels:
         assert kernel.encode() in content
 

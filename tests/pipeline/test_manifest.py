@@ -20,18 +20,15 @@ OTHERS: tuple[object, ...] = (None, True, 7, "other", {})
 @pytest.fixture(scope="module")
 def manifest(repository: Path) -> Manifest:
     """Of one source of each kind, with everything that a manifest may say."""
-    whole = Manifest.read(repository / "generated" / "causal")
-    source = whole.gpu_sources[0]
+    whole = Manifest.read(repository / "generated" / "alibi")
     return dataclasses.replace(
         whole,
         kernels=whole.kernels[:1],
-        gpu_kernels=(ManifestGpuKernel("causal_d64_forward_bf16", "sm_80", 255, 51200, 8, 16, 128),),
-        gpu_sources=(dataclasses.replace(source, elements=source.elements[:1]),),
+        gpu_kernels=(ManifestGpuKernel("alibi_d64_forward_bf16", "sm_80", 255, 51200, 8, 16, 128),),
+        gpu_sources=whole.gpu_sources[:1],
         binaries=(
-            ManifestBinary(
-                "causal_d64_cpu.so", "causal_d64_cpu.cpp", "g++", features=("avx2",), tiles={"a": {"Br": 8}}
-            ),
-            ManifestBinary("causal_d64_sm_80_backward_bf16.cubin", "causal_d64_sm_80.cu", "NVRTC", "bf16", "backward"),
+            ManifestBinary("alibi_d64_cpu.so", "alibi_d64_cpu.cpp", "g++", features=("avx2",), tiles={"a": {"Br": 8}}),
+            ManifestBinary("alibi_d64_backward_bf16_sm_80.cubin", "alibi_d64_backward_bf16_sm_80.cu", "NVRTC", False),
         ),
     )
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
 from flashgen.plan import paper
 from flashgen.plan.paper import BlockSizes, Lengths, paper_blocks
@@ -262,11 +261,11 @@ def test_the_kernels_move_what_flash_attention_2_moves() -> None:
     tiles = plan.elements[0]
     blocks = BlockSizes(tiles.forward.Br, tiles.forward.Bc)
     counted = flash2_forward(problem, blocks, kept_blocks(problem, blocks)).hbm.by_name
-    launches = forward_launches("c", plan, ElementType.F16, dropped=False)
+    launches = forward_launches(plan, dropped=False)
     values = {"batch": 1, "heads": 4, "kv_heads": 2, "q_len": 100, "kv_len": 90}
     values |= {f"{name}_start": 0 for name in "bhq"} | {"kv_start": 0}
     values |= {"lse_parts": 0, "b_total": 1, "h_total": 4, "q_total": 100, "kv_total": 90}
-    predicted = bytes_of_call(plan.recipe, tiles, "c", launches, values, {})
+    predicted = bytes_of_call(plan.recipe, tiles, plan.symbol, launches, values, {})
     assert GPUS["sm_80"].block_bytes >= tiles.forward.sram_bytes
     assert predicted == {
         "q": 2 * counted["Q"],

@@ -40,7 +40,7 @@ class GpuBinary:
 def compile_calls(source: KernelSource, calls: CallKind, target: str) -> GpuBinary:
     """The kernels that such calls start. Raises ``NvrtcMissing``, ``CompileFailed``."""
     parts = _programs(source, calls)
-    made = compile_cuda_parts([(each.words, _left_out(source, each)) for each in parts], target)
+    made = compile_cuda_parts([(each.words, left_out(source, each)) for each in parts], target)
     return GpuBinary(dict(zip(parts, made, strict=True)))
 
 
@@ -49,7 +49,7 @@ def compile_beside(sources: Sequence[KernelSource], calls: CallKind, target: str
     # Backward passes take longest and come first, so that no core waits for them at the end.
     ordered = sorted(sources, key=lambda each: not _REPEATABLE.search(each.text))
     compile_cuda_parts(
-        [(each.words, _left_out(source, each)) for source in ordered for each in _programs(source, calls)], target
+        [(each.words, left_out(source, each)) for source in ordered for each in _programs(source, calls)], target
     )
 
 
@@ -60,7 +60,7 @@ def _programs(source: KernelSource, asked: CallKind) -> tuple[CallKind, ...]:
     return (asked,) if asked.repeatable is not None else tuple(replace(asked, repeatable=x) for x in (False, True))
 
 
-def _left_out(source: KernelSource, calls: CallKind) -> KernelSource:
+def left_out(source: KernelSource, calls: CallKind) -> KernelSource:
     """The same text, told to leave out the kernels of other calls."""
     options = (
         (calls.dropped, "WITHOUT_DROPOUT", "WITH_DROPOUT"),

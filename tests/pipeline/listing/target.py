@@ -11,7 +11,7 @@ from flashgen.diagnostics import Diagnostic
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.plan.measured import PLANNERS_OWN, Pins
 from flashgen.plan.packed import ManifestKernel, Packed
-from flashgen.plan.plan import WHOLE, Part, Spill
+from flashgen.plan.plan import ANY_CALLS, WHOLE, CallKind, Part, Spill
 from tests.pipeline.listing import limits
 from tests.pipeline.listing.compile import compile_listing, spills
 from tests.pipeline.listing.emit import emit_listing
@@ -34,20 +34,25 @@ class ListingTarget:
     def plan(self, variant: Variant, pins: Pins = PLANNERS_OWN, spills: Sequence[Spill] = ()) -> ListingPlan:
         return plan_listing(variant, spills)
 
-    def emit(self, variant: Variant, plan: ListingPlan) -> KernelSource:
+    def parts(self, plan: ListingPlan) -> tuple[Part, ...]:
+        return (WHOLE,)
+
+    def emit(self, variant: Variant, plan: ListingPlan, part: Part = WHOLE) -> KernelSource:
         return emit_listing(variant, plan)
 
-    def compile(self, source: KernelSource, plan: ListingPlan, part: Part = WHOLE) -> str:
+    def compile(self, source: KernelSource, calls: CallKind = ANY_CALLS) -> str:
         return compile_listing(source)
 
-    def spills(self, source: KernelSource, plan: ListingPlan, binary: str) -> tuple[Spill, ...]:
+    def spills(self, plan: ListingPlan, binary: str) -> tuple[Spill, ...]:
         return spills(plan)
 
-    def packed(self, variant: Variant, source: KernelSource, plan: ListingPlan, binary: str | None) -> Packed:
+    def packed(
+        self, variant: Variant, source: KernelSource, plan: ListingPlan, part: Part, binary: str | None
+    ) -> Packed:
         head_dim = str(source.head_dim)
         return Packed(ManifestKernel(source.file_name, self.name, source.symbol, head_dim, plan.tile, plan.tile))
 
-    def prepare(self, sources: Sequence[KernelSource]) -> None:
+    def prepare(self, sources: Sequence[KernelSource], calls: CallKind | None) -> None:
         """A listing is made nowhere but here."""
 
 
