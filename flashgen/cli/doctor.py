@@ -27,6 +27,7 @@ from typing import Literal as OneOf
 
 from flashgen.diagnostics import quoted_list
 from flashgen.store.cache import ENVIRONMENT_VARIABLE, Cache
+from flashgen.store.headers import Text
 from flashgen.targets.gpu.architecture import UnsupportedGpu
 from flashgen.targets.registry import target_of
 from flashgen.toolchains.cpp import CompileFailed, CompilerMissing, compile_sources, find_compiler
@@ -167,12 +168,10 @@ def _torch(answer: _Answer) -> Sequence[Finding]:
     return (Finding("PyTorch", "ok", said),)
 
 
-@dataclass(frozen=True)
-class _Probe:
-    """A source that says what the compiler's libraries can do."""
-
-    name: str = "flashgen_doctor"
-    text: str = """
+# It says what the compiler's libraries can do.
+_PROBE = Text(
+    "flashgen_doctor",
+    """
 #ifdef _OPENMP
 #include <omp.h>
 extern "C" int flashgen_openmp() { return _OPENMP; }
@@ -181,8 +180,8 @@ extern "C" int flashgen_threads() { return omp_get_max_threads(); }
 extern "C" int flashgen_openmp() { return 0; }
 extern "C" int flashgen_threads() { return 1; }
 #endif
-"""
-    defines: tuple[tuple[str, str], ...] = ()
+""",
+)
 
 
 def _compiler() -> Sequence[Finding]:
@@ -193,7 +192,7 @@ def _compiler() -> Sequence[Finding]:
         command, version = compiler.command[0], (compiler.version.splitlines() or ["of unknown version"])[0]
         said = f"{command}: {version}"
         with tempfile.TemporaryDirectory(prefix="flashgen-doctor-") as folder:
-            (binary,) = compile_sources([_Probe()], cache=Cache(Path(folder)), compiler=compiler)
+            (binary,) = compile_sources([_PROBE], cache=Cache(Path(folder)), compiler=compiler)
             answer = _ask(_LOAD.format(path=str(binary.path)))
     except CompilerMissing as error:
         reason, _, cure = str(error).partition(". ")

@@ -7,7 +7,7 @@ template.
 
 At row, diagonal and pair level a value is a vector over neighbouring rows (``fg::VecF``, ``fg::VecI``, ``fg::VecB``);
 elsewhere it is a scalar. Where there are few rows, neighbouring columns are the lanes instead. The functions of
-``templates/cpu/primitives`` are overloaded for both, so that an operator prints the same way at every level.
+``templates/include/flashgen/cpu`` are overloaded for both, so that an operator prints the same way at every level.
 """
 
 from __future__ import annotations

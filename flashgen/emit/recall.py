@@ -19,6 +19,7 @@ from flashgen.emit.kernel_source import KernelSource
 from flashgen.ir.serialize import spec_from_data, spec_to_data
 from flashgen.ir.spec import AttentionSpec
 from flashgen.store.cache import Cache, key_of
+from flashgen.store.headers import headers_of
 from flashgen.store.shipped import shipped
 
 # What a spec and its sources for CPUs come from, beside the templates of these.
@@ -56,7 +57,7 @@ def cpu_source(variant: Variant, emit: Callable[[], KernelSource]) -> KernelSour
     if stored is not None:
         file_name, symbol, text, defines = json.loads(stored)
         macros = tuple((macro, value) for macro, value in defines)
-        return KernelSource(file_name, "cpu", symbol, variant.head_dim, text, macros)
+        return KernelSource(file_name, "cpu", symbol, variant.head_dim, text, macros, headers_of(text))
     source = emit()
     _keep(key, _SOURCE, json.dumps([source.file_name, source.symbol, source.text, source.defines]))
     return source
@@ -69,7 +70,8 @@ def code_digest() -> str | None:
     """
     package = Path(__file__).resolve().parents[1]
     files = []
-    for path in (*(f"{package}/{name}" for name in _CODE), str(shipped("templates") / "cpu")):
+    templates = (str(shipped("templates") / name) for name in ("cpu", "include"))
+    for path in (*(f"{package}/{name}" for name in _CODE), *templates):
         files += [path] if path.endswith(".py") else []
         for folder, below, found in os.walk(path):
             below[:] = sorted(each for each in below if each != "__pycache__")

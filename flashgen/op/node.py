@@ -30,6 +30,7 @@ from torch import Tensor
 from flashgen.hosts.kernel import POINTERS, Native, Node, Prepared
 from flashgen.op.call import FORKS, Call, backward_key, is_readable
 from flashgen.store.cache import Cache, key_of
+from flashgen.store.headers import Headers
 from flashgen.store.shipped import shipped
 from flashgen.toolchains.cpp import CompileFailed, CompilerMissing, compile_with, find_compiler
 
@@ -55,6 +56,7 @@ class Source:
 
     text: str
     name: str = _NAME
+    headers: Headers = ()
     defines: tuple[tuple[str, str], ...] = ()
 
     @property

@@ -16,7 +16,7 @@ from flashgen.store.shipped import shipped
 
 Headers = tuple[tuple[str, str], ...]  # texts by name, in the order in which a compiler opens them
 
-_INCLUDE = re.compile(r'^#include "(flashgen/\w[\w.]*)"', re.MULTILINE)
+_INCLUDE = re.compile(r'^#include "(flashgen/(?:\w+/)?\w[\w.]*)"', re.MULTILINE)
 
 
 class Source(Protocol):
@@ -29,6 +29,10 @@ class Source(Protocol):
     @property
     def text(self) -> str:
         """The whole source."""
+
+    @property
+    def headers(self) -> Headers:
+        """What the text includes."""
 
     @property
     def defines(self) -> tuple[tuple[str, str], ...]:

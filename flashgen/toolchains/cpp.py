@@ -23,7 +23,7 @@ from pathlib import Path
 
 from flashgen.store.cache import Cache, key_of
 from flashgen.store.compiling import compiling
-from flashgen.store.headers import Source
+from flashgen.store.headers import Source, in_one
 
 REQUIRED_FLAGS = ("-std=c++17", "-O2", "-fwrapv", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 THIS_CPU = "-march=native"
@@ -144,7 +144,7 @@ def compile_with(source: Source, flags: Sequence[str], compiler: Compiler, key: 
     def built() -> dict[str, bytes]:
         with tempfile.TemporaryDirectory(prefix="flashgen-build-") as folder, compiling(source.name, compiler.name):
             code, library = Path(folder) / f"{source.name}.cpp", Path(folder) / _LIBRARY
-            code.write_text(source.text, encoding="utf-8")
+            code.write_text(in_one(code.name, source.text, source.headers), encoding="utf-8")
             log, success = _run(compiler, [code.name, "-o", library.name, *flags], Path(folder))
             if not success or not library.is_file():
                 raise CompileFailed(f"{shlex.join(compiler.command)} could not compile '{source.name}'", log)
@@ -163,7 +163,7 @@ def available_cores() -> int:
 
 def binary_key(source: Source, compiler: Compiler) -> str:
     """The name of a source's entry in the cache."""
-    parts = [source.text, *(f"{name}={value}" for name, value in source.defines)]
+    parts = [source.text, *(text for _, text in source.headers), *(f"{name}={value}" for name, value in source.defines)]
     parts += [
         *REQUIRED_FLAGS,
         *compiler.optional_flags,
@@ -199,7 +199,7 @@ def _compile(source: Source, cache: Cache, compiler: Compiler) -> Binary:
         try:
             path = cache.fetch(key, _LIBRARY, lambda: _build(source, compiler), what=source.name)
         except CompileFailed as failure:
-            text = source.text.encode()
+            text = in_one(f"{source.name}.cpp", source.text, source.headers).encode()
             folder = cache.keep(key, {f"{source.name}.cpp": text, "compile.log": failure.log.encode()})
             kept = "" if folder is None else f"\nsource and log: {folder}"
             raise CompileFailed(f"{failure}{kept}", failure.log) from None
@@ -229,7 +229,7 @@ def _build(source: Source, compiler: Compiler) -> dict[str, bytes]:
 
 def _build_in(scratch: Path, source: Source, compiler: Compiler) -> dict[str, bytes]:
     code = scratch / f"{source.name}.cpp"
-    code.write_text(source.text, encoding="utf-8")
+    code.write_text(in_one(code.name, source.text, source.headers), encoding="utf-8")
     library = scratch / _LIBRARY
     defines = [f"-D{name}={value}" for name, value in source.defines]
     arguments = [*REQUIRED_FLAGS, *defines, *compiler.flags, code.name, "-o", library.name]

@@ -20,7 +20,7 @@ from tests.cpu_kinds import remote
 from tests.cpu_kinds.kinds import CROSS_COMPILER, EMULATOR, cross_tools_missing
 
 HERE = Path(__file__).parent
-PRIMITIVES = HERE.parents[1] / "templates" / "cpu" / "primitives"
+PRIMITIVES = HERE.parents[1] / "templates" / "include"
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))
 FLAGS = ["-std=c++17", "-O3", "-fwrapv", "-fno-math-errno", "-fno-trapping-math"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-psabi"]

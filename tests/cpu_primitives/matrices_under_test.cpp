@@ -2,7 +2,7 @@
 // registers of arrays.
 #include <type_traits>
 #include <vector>
-#include "matrix_product.h"
+#include "flashgen/cpu/matrix_product.h"
 
 using namespace fg;
 

@@ -1,7 +1,7 @@
 // Products of pairs of bfloat16 behind a C interface, for the tests of this folder: by the machine's instruction or, with
 // FLASHGEN_PAIR_PRODUCTS=2, by what stands for it.
 #include <vector>
-#include "images.h"
+#include "flashgen/cpu/images.h"
 
 using namespace fg;
 

@@ -1,10 +1,10 @@
 // The primitives behind a C interface, for the tests of this folder. Array lengths are multiples of 16.
 #include <initializer_list>
-#include "convert.h"
-#include "philox.h"
-#include "few_rows.h"
-#include "tile_product.h"
-#include "vector_math.h"
+#include "flashgen/cpu/convert.h"
+#include "flashgen/cpu/philox.h"
+#include "flashgen/cpu/few_rows.h"
+#include "flashgen/cpu/tile_product.h"
+#include "flashgen/cpu/vector_math.h"
 
 using namespace fg;
 

@@ -19,9 +19,9 @@ from flashgen.toolchains.cpp import REQUIRED_FLAGS
 from tests.ir.cases import BOOL, CASES, INT, Case
 
 _SUPPORT = """
-#include "vector_math.h"
-#include "standard.h"
-#include "../../include/flashgen/ranges.h"
+#include "flashgen/cpu/vector_math.h"
+#include "flashgen/cpu/standard.h"
+#include "flashgen/ranges.h"
 using namespace fg::ranges;
 template <class T> T range_from(const double* p);
 template <> Bool range_from<Bool>(const double* p) { return {p[0] != 0, p[1] != 0}; }
@@ -99,9 +99,9 @@ def _range(case: Case, row: Any) -> Range:
 @pytest.fixture(scope="session")
 def compiled(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Compiled:
     """The shared library, kept between runs under a name that its sources determine."""
-    headers = repository / "templates" / "cpu" / "primitives"
+    headers = repository / "templates" / "include"
     source = _SUPPORT + "".join(map(_code, CASES))
-    quoted = [*headers.glob("*.h"), *(repository / "templates" / "include" / "flashgen").glob("*.h")]
+    quoted = headers.rglob("*.h")
     text = source + "".join(path.read_text() for path in sorted(quoted))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     folder = repository / ".pytest_cache" / "operators"

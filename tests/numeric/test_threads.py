@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from flashgen.hosts.library import LibraryKernel
 from flashgen.kinds.kind import PassName
 from flashgen.op.call import Rest
 from flashgen.store.cache import Cache
+from flashgen.store.headers import Text
 from flashgen.toolchains.cpp import compile_sources
 from tests.numeric.helpers import normal, operator
 
@@ -82,17 +82,10 @@ extern "C" void in_team(void (*pass)(const void*), const void* const* arguments)
 """
 
 
-@dataclass(frozen=True)
-class Code:
-    name: str = "team"
-    text: str = TEAM
-    defines: tuple[tuple[str, str], ...] = ()
-
-
 def test_threads_of_somebody_elses_team(tmp_path: Path) -> None:
     """Each calls a pass of its own: none leaves its share to the others."""
     op = operator("causal", "cpu")
-    (binary,) = compile_sources([Code()], cache=Cache(tmp_path))
+    (binary,) = compile_sources([Text("team", TEAM)], cache=Cache(tmp_path))
     in_team = ctypes.CDLL(str(binary.path))["in_team"]
     q, k, v = (normal(2, 3, 20, 64, seed=seed) for seed in range(3))
     expected = op(q, k, v)

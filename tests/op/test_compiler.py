@@ -8,7 +8,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.library import LibraryKernel
 from flashgen.kinds.field import Field
 from flashgen.store.cache import Cache
+from flashgen.store.headers import Text
 from flashgen.toolchains.cpp import (
     CompileFailed,
     Compiler,
@@ -29,14 +30,7 @@ from flashgen.toolchains.cpp import (
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 
 
-@dataclass(frozen=True)
-class Code:
-    name: str
-    text: str
-    defines: tuple[tuple[str, str], ...] = ()
-
-
-ANSWER = Code("answer", 'extern "C" int answer() { return VALUE; }\n', (("VALUE", "42"),))
+ANSWER = Text("answer", 'extern "C" int answer() { return VALUE; }\n', defines=(("VALUE", "42"),))
 
 
 @pytest.fixture
@@ -101,7 +95,7 @@ def test_flags_that_a_compiler_refuses_are_left_out(cache: Cache, tmp_path: Path
 
 
 def test_a_source_that_is_refused(cache: Cache) -> None:
-    broken = Code("broken", "int main( {\n")
+    broken = Text("broken", "int main( {\n")
     with pytest.raises(CompileFailed, match=r"could not compile 'broken': broken\.cpp:1:.*error") as caught:
         compile_sources([ANSWER, broken], cache=cache)
     assert "$ " in caught.value.log
@@ -194,7 +188,7 @@ FIELDS = (
     Field("seed", "u64"),
     Field("o", "pointer"),
 )
-KERNEL = Code(
+KERNEL = Text(
     "kernel",
     """
 #include <cstdint>

@@ -5,7 +5,6 @@ In: a ``Variant`` and a ``CpuPlan``. Out: a ``KernelSource``. The context below 
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from flashgen.analysis.base_2 import LOG2_E, in_base_2, needs_no_maximum
@@ -51,7 +50,7 @@ from flashgen.plan.arguments import (
     param_field,
 )
 from flashgen.plan.work import CPU_COSTS, pair_work
-from flashgen.store.shipped import shipped
+from flashgen.store.headers import headers_of
 from flashgen.targets.cpu.recipes import keeps_lists
 from flashgen.targets.cpu.tiles import CpuJvpPlan, CpuPlan
 from flashgen.version import __version__
@@ -65,8 +64,6 @@ _PRIMITIVES = (
     "vector.h",
     "convert.h",
     "vector_math.h",
-    "standard.h",
-    "../../include/flashgen/ranges.h",
     "captured.h",
     "tile_product.h",
     "few_rows.h",
@@ -174,14 +171,15 @@ def emit_cpu(variant: Variant, plan: CpuPlan | CpuJvpPlan) -> KernelSource:
     symbol = f"{spec.name}_d{str(head_dim).replace('/', '_')}{form}"
     context = _context(variant, plan, symbol)
     suffix = f"_{plan.name}" if isinstance(plan, CpuJvpPlan) else ""
-    rendered = environment().get_template("cpu/kernel.cpp.jinja").render(template_values(context))
+    code = tidy(environment().get_template("cpu/kernel.cpp.jinja").render(template_values(context)))
     return KernelSource(
         file_name=f"{symbol}{suffix}_cpu.cpp",
         target="cpu",
         symbol=symbol,
         head_dim=head_dim,
-        text=tidy(rendered),
+        text=code,
         defines=plan.defines,
+        headers=headers_of(code),
     )
 
 
@@ -233,7 +231,7 @@ def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Cont
         formula=formula(variant),
         head_dim=variant.head_dim,
         plan=plan,
-        primitives=_primitives(dropout=spec.dropout is not None),
+        primitives=(*_PRIMITIVES, *(("philox.h",) if spec.dropout is not None else ())),
         parts=variant.kind.parts or variant.kind.slices,
         written="F32" if variant.kind.parts else "a.element",
         written_of_keys="F32" if variant.kind.parts or variant.kind.slices else "a.element",
@@ -383,15 +381,3 @@ def _owned_by_head(variant: Variant, name: str) -> bool:
         and any(text(each) in ("h", "hkv") for each in read.indices)
         for read in reads
     )
-
-
-def _primitives(*, dropout: bool) -> tuple[str, ...]:
-    """The primitive layer as text to paste: its own includes are already there, in order."""
-    after = _PRIMITIVES.index("vector.h") + 1
-    names = (*_PRIMITIVES[:after], *(("philox.h",) if dropout else ()), *_PRIMITIVES[after:])
-    folder = shipped("templates") / "cpu" / "primitives"
-    return tuple(_without_includes((folder / name).read_text(encoding="utf-8")) for name in names)
-
-
-def _without_includes(header: str) -> str:
-    return re.sub(r"^#(pragma once|include .*)\n", "", header, flags=re.MULTILINE)

@@ -7,7 +7,7 @@
 // The same rules, by the same names, stand in flashgen/ir/interval.py and interval_float.py; a test compares the two.
 //
 // One text for CPUs and GPUs: what it is included after says what a function is there (FG_FUNCTION) and has the part of
-// the standard library that compilers for GPUs lack (fg::standard): templates/cpu/primitives/standard.h, standard.cuh.
+// the standard library that compilers for GPUs lack (fg::standard): cpu/standard.h, standard.cuh.
 // Functions of doubles are those of C. C++17.
 #pragma once
 

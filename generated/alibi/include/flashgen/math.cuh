@@ -1,6 +1,6 @@
 // Layer 2 of the CUDA primitives: every operator and function of the language, for scalars.
 //
-// Contract: names and meanings are those of LANGUAGE.md section 3 and of templates/cpu/primitives/vector_math.h. What
+// Contract: names and meanings are those of LANGUAGE.md section 3 and of cpu/vector_math.h. What
 // has no function here is a plain operator: + - * and real /, unary -, bitwise & | ^ of integers, && || !. Where CUDA's
 // own function is right and free of branches it is used; the others are written here, because a hook is unrolled over
 // every pair of a tile and must not branch.

@@ -7,7 +7,7 @@
 #pragma once
 #include <sys/syscall.h>
 #include <unistd.h>
-#include "images.h"
+#include "flashgen/cpu/images.h"
 
 #if FLASHGEN_MATRIX_PRODUCTS
 

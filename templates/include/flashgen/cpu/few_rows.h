@@ -7,8 +7,8 @@
 // another call will read, as far apart as those of this one, which are asked for on the way; or null.
 #pragma once
 #include <type_traits>
-#include "convert.h"
-#include "tile_product.h"
+#include "flashgen/cpu/convert.h"
+#include "flashgen/cpu/tile_product.h"
 
 namespace fg {
 

@@ -7,9 +7,9 @@
 //                             and no matrix registers; 0: nobody; 2: the same in float32, slowly, for tests.
 // Vector extensions have no such instruction: it stands here, once, by name.
 #pragma once
-#include "convert.h"
-#include "tile_product.h"
-#include "vector_math.h"
+#include "flashgen/cpu/convert.h"
+#include "flashgen/cpu/tile_product.h"
+#include "flashgen/cpu/vector_math.h"
 
 #ifndef FLASHGEN_MATRIX_PRODUCTS
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)

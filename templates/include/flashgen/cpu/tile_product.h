@@ -7,7 +7,7 @@
 // The accumulators of a block of 6 rows by block_vectors vectors stay in registers over all of k: with the vectors of
 // B's row and one broadcast of A they just fit.
 #pragma once
-#include "vector.h"
+#include "flashgen/cpu/vector.h"
 
 namespace fg {
 

@@ -4,11 +4,11 @@
 // is a vector of W neighbouring query rows, each with its own element; what does not depend on the row is already part
 // of the base address.
 #pragma once
-#include "convert.h"
-#include "standard.h"
-#include "../../include/flashgen/ranges.h"
-#include "vector.h"
-#include "vector_math.h"
+#include "flashgen/cpu/convert.h"
+#include "flashgen/cpu/standard.h"
+#include "flashgen/ranges.h"
+#include "flashgen/cpu/vector.h"
+#include "flashgen/cpu/vector_math.h"
 
 namespace fg {
 

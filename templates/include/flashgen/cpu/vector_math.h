@@ -11,7 +11,7 @@
 // Needs -fno-math-errno -fno-trapping-math, must not be built with -ffast-math. On AVX-512 machines GCC needs
 // -mprefer-vector-width=512 to keep what is a loop over lanes (floor, sqrt, sin, pow, division) in one piece.
 #pragma once
-#include "vector.h"
+#include "flashgen/cpu/vector.h"
 
 namespace fg {
 

@@ -4,7 +4,7 @@
 // to f16 and bf16 round to nearest even; NaN, infinities and subnormals are right. Vectors of integer operations, no
 // half-precision hardware and no denormal arithmetic; one intrinsic, in `widened`.
 #pragma once
-#include "vector.h"
+#include "flashgen/cpu/vector.h"
 
 namespace fg {
 

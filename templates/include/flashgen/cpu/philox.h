@@ -6,7 +6,7 @@
 // which in the right square (j // 16 odd) is rotated to the left by eight bits: the low 15 bits of its half j % 2. The pair is
 // kept iff number >= threshold, threshold = round(p 2^15). All indices are global ones.
 #pragma once
-#include "vector.h"
+#include "flashgen/cpu/vector.h"
 
 namespace fg {
 
