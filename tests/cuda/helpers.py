@@ -50,6 +50,11 @@ def emitted(text: str, target: str = "sm_80", name: PassName | None = None) -> K
     return emit_cuda(of_type(planned(text, target)[1]), name)
 
 
+def emitted_types(plan: GpuPlan) -> str:
+    """The texts of all element types of a plan."""
+    return "".join(emit_cuda(of_type(plan, element)).text for element in plan.by_element)
+
+
 def planted_kernel(
     plan: GpuPlan,
     program: Callable[[PassName, frozenset[str]], Program],

@@ -13,6 +13,7 @@ from flashgen.ir.types import ElementType
 from flashgen.kinds.kind import PassName
 from flashgen.kinds.ragged import RAGGED
 from flashgen.language import parse_file
+from flashgen.plan.measured import Pins
 from flashgen.store.headers import Text, headers_of
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.primitives import primitives
@@ -117,10 +118,8 @@ def test_products_of_warpgroups_do_not_wait_for_one_another(name: str, specs: Pa
     """The assembler says where they do: registers do not suffice, or something else writes what they add to."""
     (spec,) = parse_file(specs / f"{name}.attn").specs
     variant = analyse(spec, spec.head_dims[0])
-    source = emit_cuda(GPUS["sm_90a"].plan(variant))
-    others = [each for each in spec.dtypes or ElementType if str(each) != "bf16"]
-    defines = tuple((f"FLASHGEN_{each.name}", "0") for each in others)
-    kernels = compile_cuda(dataclasses.replace(source, defines=defines), "sm_90a").kernels
+    source = emit_cuda(GPUS["sm_90a"].plan(variant, Pins(element=ElementType.BF16)))
+    kernels = compile_cuda(source, "sm_90a").kernels
     assert any(each.name.endswith("backward_bf16") for each in kernels)
     assert [each.name for each in kernels if each.serialized] == []
 

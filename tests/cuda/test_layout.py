@@ -19,6 +19,7 @@ from flashgen.targets.gpu.layouts import backward_layout, forward_layout, query_
 from flashgen.targets.gpu.primitives import C_TYPES
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.toolchains.nvrtc import created, find_nvrtc
+from tests.cuda.helpers import emitted_types, of_type
 from tests.cuda.nvrtc import needs_nvrtc
 
 GALLERY = ("causal", "packed_documents", "random_blocks", "gaussian_regression", "t5", "mla")
@@ -66,7 +67,7 @@ def test_sources_have_what_python_counts(specs: Path, name: str, target: str) ->
     for variant in variants(specs, name):
         plan = target_named(target).plan(variant)
         assert isinstance(plan, GpuPlan)
-        said = constants(emit_cuda(plan).text)
+        said = constants(emitted_types(plan))
         for place, layout, size in layouts(variant, plan):
             assert layout.bytes == size == said[place]["bytes"]
             assert sum(layout.buffers.values()) == max(layout.offsets[each.name] + each.size for each in layout.parts)
@@ -83,7 +84,7 @@ def test_every_part_is_asserted(specs: Path, target: str) -> None:
         for variant in variants(specs, name):
             plan = target_named(target).plan(variant)
             assert isinstance(plan, GpuPlan)
-            source = "".join(emit_cuda(plan).text.split())
+            source = "".join(emitted_types(plan).split())
             for (struct, _), layout, _ in layouts(variant, plan):
                 for part in layout.parts:
                     if part.size:
@@ -107,11 +108,11 @@ def test_a_wrong_size_does_not_compile(specs: Path) -> None:
     variant = next(variants(specs, "causal"))
     plan = target_named("sm_80").plan(variant)
     assert isinstance(plan, GpuPlan)
-    source = emit_cuda(plan)
+    source = emit_cuda(of_type(plan), "forward")
     wrong = re.sub(r"K_bytes = (\d+)", lambda found: f"K_bytes = {int(found[1]) + 16}", source.text, count=1)
     program = created(nvrtc, replace(source, text=wrong))
     with pytest.raises(nvrtc.NVRTCError):
-        nvrtc.compileProgram(program, ("-arch=sm_80", "-std=c++17", "-DFLASHGEN_BACKWARD=0"))
+        nvrtc.compileProgram(program, ("-arch=sm_80", "-std=c++17"))
     assert "K: what the plan counts" in nvrtc.getProgramLog(program)
 
 

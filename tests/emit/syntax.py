@@ -15,13 +15,14 @@ from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.registry import GPUS
 from flashgen.toolchains.cpp import REQUIRED_FLAGS, find_compiler
 from flashgen.toolchains.nvrtc import NvrtcMissing, created, find_nvrtc
+from tests.cuda.helpers import of_type
 
 
 def assert_compiles_for_cpus(spec: AttentionSpec) -> None:
     """The C++ of every head dimension."""
     for head_dim in spec.head_dims:
         variant = analyse(spec, head_dim)
-        source = emit_cpu(variant, plan_cpu(variant, GENERIC_CPU)).text
+        source = emit_cpu(variant, plan_cpu(variant, GENERIC_CPU)).whole
         flags = [flag for flag in REQUIRED_FLAGS if flag != "-shared"]
         command = [*find_compiler().command, *flags, "-fsyntax-only", "-x", "c++", "-"]
         done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
@@ -29,14 +30,14 @@ def assert_compiles_for_cpus(spec: AttentionSpec) -> None:
 
 
 def assert_compiles_for_gpus(spec: AttentionSpec, target: str = "sm_80") -> None:
-    """The CUDA C++ of every head dimension, no further than its syntax and its types."""
+    """The CUDA C++ of every head dimension and element type, no further than its syntax and its types."""
     try:
         nvrtc, _ = find_nvrtc()
     except NvrtcMissing as missing:
         pytest.skip(str(missing))
-    for head_dim in spec.head_dims:
-        variant = analyse(spec, head_dim)
-        program = created(nvrtc, emit_cuda(GPUS[target].plan(variant)))
+    plans = [GPUS[target].plan(analyse(spec, head_dim)) for head_dim in spec.head_dims]
+    for own in (of_type(plan, element) for plan in plans for element in plan.by_element):
+        program = created(nvrtc, emit_cuda(own))
         try:
             arch = f"-arch=compute_{target.removeprefix('sm_')}"
             nvrtc.compileProgram(program, (arch, "-std=c++17", "-diag-suppress=177", "-fdevice-syntax-only"))

@@ -54,7 +54,7 @@ def test_the_same_bytes_every_time() -> None:
 
 
 def test_values_are_placed_at_their_level() -> None:
-    text = emitted(EVERYTHING).text
+    text = emitted(EVERYTHING).whole
     assert "float of_slope;  // slope[h]" in section(text, "struct Head {")
     assert "float of_gate;  // gate[b, h, j]" in section(text, "struct Column {")
     assert "bool of_valid;  // valid[b, j]" in section(text, "struct Column {")
@@ -68,27 +68,27 @@ def test_values_are_placed_at_their_level() -> None:
 
 
 def test_a_full_tile_runs_no_mask() -> None:
-    text = emitted("attention plain { head_dim 64 }").text
+    text = emitted("attention plain { head_dim 64 }").whole
     body = section(text, "inline fg::ranges::Bool keep_range(" if "inline fg::ranges" in text else "keep_range(")
     assert "fg::ranges::point(true)" in body
     assert "if (masked)" in text
 
 
 def test_the_scale_folds_into_the_base_2_exponent() -> None:
-    text = emitted("attention plain { head_dim 64 }").text
+    text = emitted("attention plain { head_dim 64 }").whole
     assert "constexpr float SCORE_FACTOR = 0.18033688f, SCALE = 0.125f" in text
     assert "FG_INLINE fg::VecF score(" not in text
 
 
 def test_the_header_shows_the_spec_and_the_plan() -> None:
-    text = emitted(EVERYTHING).text
+    text = emitted(EVERYTHING).whole
     assert "//     mask causal and valid[b, j]" in text
     assert "// Plan, for a core with 512 KiB of L2" in text
     assert not re.search(r"/(home|usr|tmp)/", text)
 
 
 def test_nothing_of_python_leaks_into_the_source() -> None:
-    text = emitted(EVERYTHING).text
+    text = emitted(EVERYTHING).whole
     code = re.sub(r"//.*", "", text)
     assert not re.search(r"\b(None|True|False|Undefined)\b", code)
     assert all(line == line.rstrip() for line in text.splitlines())
@@ -97,8 +97,8 @@ def test_nothing_of_python_leaks_into_the_source() -> None:
 @pytest.mark.parametrize("name", ["everything", "gpt_oss", "sigmoid_attention", "relu2_normalized"])
 def test_compilers_have_nothing_to_say(name: str, specs: Path, tmp_path: Path) -> None:
     text = EVERYTHING if name == "everything" else (specs / f"{name}.attn").read_text()
-    file = tmp_path / "kernel.cpp"
-    file.write_text(emitted(text).text)
+    source = emitted(text)
+    (tmp_path / source.file_name).write_text(source.whole)
     command = [
         *find_compiler().command,
         "-std=c++17",
@@ -116,9 +116,9 @@ def test_compilers_have_nothing_to_say(name: str, specs: Path, tmp_path: Path) -
         "-Wno-unused-function",
         "-Wno-unknown-pragmas",
         "-Werror",
-        str(file),
+        source.file_name,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -169,14 +169,14 @@ def test_the_planner_counts_the_bytes_that_the_templates_keep(head_dim: str, kin
     def of_tangents(edges: Sequence[str]) -> list[str]:
         return [f"{'-t_' if each[0] == '-' else 't_'}{each.lstrip('-')}" for each in edges]
 
-    check_bytes(variant, emit_cpu(variant, plan_cpu(variant, GENERIC_CPU)).text, kind, edges, tmp_path)
+    check_bytes(variant, emit_cpu(variant, plan_cpu(variant, GENERIC_CPU)).whole, kind, edges, tmp_path)
     if COUNTED[kind] not in OF_TANGENTS:
         return
     both = {"jvp": (*forward, *of_tangents(forward[1:]))}
-    check_bytes(moving, emit_cpu(moving, plan_jvp(moving, GENERIC_CPU)).text, kind, both, tmp_path)
+    check_bytes(moving, emit_cpu(moving, plan_jvp(moving, GENERIC_CPU)).whole, kind, both, tmp_path)
     rows = [each for each in backward if each.lstrip("-")[0] in "qkv"]
     again = {"jvp_backward": (*backward, *of_tangents(rows))}
-    check_bytes(back, emit_cpu(back, plan_jvp(back, GENERIC_CPU)).text, kind, again, tmp_path)
+    check_bytes(back, emit_cpu(back, plan_jvp(back, GENERIC_CPU)).whole, kind, again, tmp_path)
 
 
 def check_bytes(variant: Variant, text: str, kind: str, edges: Mapping[str, Sequence[str]], folder: Path) -> None:
@@ -208,7 +208,7 @@ def check_bytes(variant: Variant, text: str, kind: str, edges: Mapping[str, Sequ
 
 
 def test_the_planner_and_kernels_split_the_same_calls() -> None:
-    assert f"#define FLASHGEN_FEWEST_ROWS {FEWEST_ROWS}\n" in emitted("attention a { head_dim 64 }").text
+    assert f"#define FLASHGEN_FEWEST_ROWS {FEWEST_ROWS}\n" in emitted("attention a { head_dim 64 }").whole
 
 
 @pytest.mark.skipif(
@@ -217,7 +217,7 @@ def test_the_planner_and_kernels_split_the_same_calls() -> None:
 def test_compilers_keep_what_asks_for_the_next_tile(tmp_path: Path) -> None:
     """A function that does nothing but prefetch may be left out by a compiler, with nothing to tell it by but time."""
     source = tmp_path / "kernel.cpp"
-    source.write_text(emitted("attention a { head_dim 64  mask causal }").text)
+    source.write_text(emitted("attention a { head_dim 64  mask causal }").whole)
     command = [*find_compiler().command, *REQUIRED_FLAGS, "-S", str(source), "-o", "-"]
     command.remove("-shared")
     assembly = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -227,7 +227,7 @@ def test_compilers_keep_what_asks_for_the_next_tile(tmp_path: Path) -> None:
 
 def test_a_window_asks_for_the_keys_of_the_next_tile(tmp_path: Path) -> None:
     """Without it each tile of rows waits for the first keys of its window, which no tile before has read."""
-    (tmp_path / "kernel.cpp").write_text(emitted("attention a { head_dim 64  mask causal and window_left(256) }").text)
+    (tmp_path / "kernel.cpp").write_text(emitted("attention a { head_dim 64  mask causal and window_left(256) }").whole)
     source, program = Path(__file__).with_name("lines_asked_for.cpp"), tmp_path / "program"
     flags = [*(flag for flag in REQUIRED_FLAGS if flag != "-shared"), "-march=native", f"-I{tmp_path}"]
     subprocess.run([*find_compiler().command, *flags, "-O1", str(source), "-o", str(program)], check=True)
@@ -239,7 +239,7 @@ def test_a_window_asks_for_the_keys_of_the_next_tile(tmp_path: Path) -> None:
 def test_scores_that_are_multiples_of_the_product_are_not_stored() -> None:
     """Exponents multiply them, in masked tiles as in others, so that both give the same bits."""
     plain, squared = (
-        emitted(f"attention a {{ head_dim 64 {body} mask causal }}").text for body in ("", "score s - 0.1 * s * s")
+        emitted(f"attention a {{ head_dim 64 {body} mask causal }}").whole for body in ("", "score s - 0.1 * s * s")
     )
     for text in (plain, squared):
         assert "exp2_bounded(fg::load(s + j * ld) * SCORE_FACTOR - offset)" in section(text, "static void pairs")
@@ -250,7 +250,7 @@ def test_scores_that_are_multiples_of_the_product_are_not_stored() -> None:
 def test_bounded_scores_have_no_maximum() -> None:
     """A cap of 55 is 79.3 in base 2, one of 56 is 80.8: from there on rows have maxima."""
     capped, beyond = (
-        emitted(f"attention a {{ head_dim 64 score softcap(s, {cap}) mask causal }}").text for cap in (55.0, 56.0)
+        emitted(f"attention a {{ head_dim 64 score softcap(s, {cap}) mask causal }}").whole for cap in (55.0, 56.0)
     )
     assert "exp2_normal(score(" in section(capped, "static void pairs")
     assert "t.row_max" not in capped
@@ -260,7 +260,7 @@ def test_bounded_scores_have_no_maximum() -> None:
 def test_products_run_beside_the_longer_loop() -> None:
     """A tanh takes less time than to weigh a pair, a logarithm more."""
     short, long = (
-        section(emitted(f"attention a {{ head_dim 64 score s + {f}(s) }}").text, "static void pairs")
+        section(emitted(f"attention a {{ head_dim 64 score s + {f}(s) }}").whole, "static void pairs")
         for f in ("tanh", "log1p")
     )
     assert "beside.pass(2)" in short

@@ -18,6 +18,7 @@ from flashgen.language import parse_text
 from flashgen.targets.cpu.emit import emit_cpu
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.tiles import GpuPlan
+from tests.cuda.helpers import of_type
 from tools.fuzz.draws import Machine, draw
 
 GENERATED = Path(__file__).parents[2] / "generated"
@@ -63,7 +64,7 @@ def test_random_specs_have_no_long_lines_and_their_tokens(target: str, monkeypat
             plan = compiled(variant, target_named(target)).plan
         except SpecError:
             continue
-        source = emit_cuda(plan) if isinstance(plan, GpuPlan) else emit_cpu(variant, plan)
+        source = emit_cuda(of_type(plan)) if isinstance(plan, GpuPlan) else emit_cpu(variant, plan)
         emitted += 1
         assert not too_long(source.text), seed
         assert tokens(source.text) == tokens(rendered[-1]), seed

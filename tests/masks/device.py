@@ -19,6 +19,7 @@ from flashgen.analysis.variant import Variant
 from flashgen.hosts.emulator.source import kernel_source
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.registry import GPUS
+from tests.cuda.helpers import of_type
 from tests.masks.measure import Masks, Problem, library_of, pointer
 
 TILES = ((16, 16), (64, 64), (96, 32), (32, 128))  # rows by columns: multiples of 16, as GPUs have them
@@ -101,7 +102,7 @@ class DeviceMasks:
 
 
 def _source(variant: Variant) -> str:
-    return kernel_source(emit_cuda(GPUS["sm_80"].plan(variant)).whole, "mask").text
+    return kernel_source(emit_cuda(of_type(GPUS["sm_80"].plan(variant))).whole, "mask").text
 
 
 def _text(variants: Sequence[Variant], numbers: range) -> str:

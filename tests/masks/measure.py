@@ -263,7 +263,7 @@ def variant_of(mask: Mask | AttentionSpec) -> Variant:
 
 
 def _source(variant: Variant) -> str:
-    return emit_cpu(variant, plan_cpu(variant, GENERIC_CPU)).text
+    return emit_cpu(variant, plan_cpu(variant, GENERIC_CPU)).whole
 
 
 def _text(variants: Sequence[Variant], numbers: range) -> str:

@@ -21,6 +21,7 @@ from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import verify_case
 from tests.analysis.pieces import class_in_pieces
+from tests.cuda.helpers import of_type
 from tests.masks.catalogue import MASKS
 from tests.masks.device import TILES, DeviceMasks
 from tests.masks.measure import Masks, exact, problems_of, tensors_of, variant_of
@@ -86,4 +87,4 @@ def test_kernels_move_the_bytes_of_those_tiles(statements: str) -> None:
 def test_kernels_whose_tiles_ranges_decide_cut_none(repository: Path, name: str) -> None:
     """Their registers are what they were."""
     variant = variant_of(parse_file(repository / "specs" / f"{name}.attn").specs[0])
-    assert "by_pieces" not in emit_cuda(GPUS["sm_90a"].plan(variant)).text
+    assert "by_pieces" not in emit_cuda(of_type(GPUS["sm_90a"].plan(variant))).text

@@ -63,7 +63,7 @@ class Library:
 
     def __init__(self, mask: Mask, folder: Path) -> None:
         variant = variant_of(mask)
-        text = emit_cpu(variant, plan_cpu(variant, GENERIC_CPU)).text
+        text = emit_cpu(variant, plan_cpu(variant, GENERIC_CPU)).whole
         text = text[: text.index("// ---- Forward -")].replace("int64_t(8) << 20", str(BYTES))
         assert f"LIST_BYTES = {BYTES};" in text
         self._layout = ArgumentLayout(argument_fields(variant.spec))
@@ -179,5 +179,5 @@ def test_masks_over_captured_tensors_have_none() -> None:
 def test_other_specs_do_not_pay(repository: Path, name: str) -> None:
     """Not even for what they would include."""
     variant = variant_of(parse_file(repository / "specs" / f"{name}.attn").specs[0])
-    text = emit_cpu(variant, plan_cpu(variant, GENERIC_CPU)).text
+    text = emit_cpu(variant, plan_cpu(variant, GENERIC_CPU)).whole
     assert not any(word in text for word in ("Lists", "shared_ptr"))

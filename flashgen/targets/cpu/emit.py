@@ -231,7 +231,7 @@ def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Cont
         formula=formula(variant),
         head_dim=variant.head_dim,
         plan=plan,
-        primitives=(*_PRIMITIVES, *(("philox.h",) if spec.dropout is not None else ())),
+        primitives=(*(("philox.h",) if spec.dropout is not None else ()), *_PRIMITIVES),
         parts=variant.kind.parts or variant.kind.slices,
         written="F32" if variant.kind.parts else "a.element",
         written_of_keys="F32" if variant.kind.parts or variant.kind.slices else "a.element",
