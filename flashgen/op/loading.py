@@ -78,7 +78,7 @@ def open_package(folder: Path, operator: type[Operator]) -> Operator:
     another version.
     """
     from flashgen.compiler.package.manifest import SPEC_FILE_NAME, Manifest, digest, rebuild_hint
-    from flashgen.emit.kernel_source import KernelSource
+    from flashgen.compiler.package.sources import source_of
 
     manifest = Manifest.read(folder)
     try:
@@ -87,15 +87,10 @@ def open_package(folder: Path, operator: type[Operator]) -> Operator:
             raise ImportError(f"'{folder / SPEC_FILE_NAME}' is not as flashgen wrote it; {rebuild_hint(folder)}")
         spec = spec_from_data(json.loads(written))
         kernels = [kernel for kernel in manifest.kernels if kernel.target == CpuTarget.name]
-        texts = {kernel.symbol: (folder / kernel.file).read_text(encoding="utf-8") for kernel in kernels}
+        texts = [source_of(folder, manifest, kernel)[0] for kernel in kernels]
     except OSError as error:
         raise ImportError(f"'{error.filename}' cannot be read; {rebuild_hint(folder)}") from None
-    sources = None
-    if texts:
-        sources = {
-            head_dim: KernelSource(each.file, each.target, each.symbol, head_dim, texts[each.symbol], ())
-            for each, head_dim in zip(kernels, spec.head_dims, strict=True)
-        }
+    sources = dict(zip(spec.head_dims, texts, strict=True)) if texts else None
     return operator(_parts(spec, None, (open_package, (folder, operator)), package=(folder, manifest), texts=sources))
 
 
@@ -129,7 +124,7 @@ def _parts(
     on_host: Any = kernels.get("cpu")
     edited: Sequence[KernelSource] = ()
     if package is not None:
-        from flashgen.compiler.package.gpu import edited_sources
+        from flashgen.compiler.package.sources import edited_sources
 
         edited = edited_sources(*package)
     label = "" if backend != "emulator" else emulated or EMULATED

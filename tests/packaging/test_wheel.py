@@ -93,7 +93,7 @@ def test_it_builds_the_gallery_for_gpus(site: Path, tmp_path: Path) -> None:
     run(site, tmp_path, "-m", "flashgen", "build", "gpt_oss", "--target", "sm_80,sm_90a")
     cubins = {each.stem for each in (tmp_path / "generated" / "gpt_oss").glob("*.cubin")}
     wanted = product(("sm_80", "sm_90a"), ("forward", "backward"), ("f16", "bf16", "f32"))
-    assert cubins == {f"gpt_oss_d64_{'_'.join(each)}" for each in wanted}
+    assert cubins == {f"gpt_oss_d64_{name}_{element}_{target}" for target, name, element in wanted}
 
 
 def test_the_command_is_installed(site: Path, tmp_path: Path) -> None:

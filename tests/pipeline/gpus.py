@@ -10,7 +10,8 @@ from flashgen.toolchains.nvrtc import NvrtcMissing
 
 SPEC = "attention tiny { head_dim 16  dtype bf16  mask causal  weights relu(s) }"
 SM_80 = GPU_TARGETS["sm_80"]
-CUBINS = {"tiny_d16_sm_80_forward_bf16.cubin", "tiny_d16_sm_80_backward_bf16.cubin"}
+SOURCES = {"tiny_d16_forward_bf16_sm_80.cu", "tiny_d16_backward_bf16_sm_80.cu"}
+CUBINS = {name.replace(".cu", ".cubin") for name in SOURCES}
 
 
 def has_nvrtc() -> bool:

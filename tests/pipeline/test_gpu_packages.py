@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from flashgen.compiler.package import gpu as packages
 from flashgen.compiler.package.folder import FolderRefused
 from flashgen.compiler.package.gpu import Packaged, packaged
 from flashgen.compiler.package.manifest import Manifest
+from flashgen.compiler.package.sources import edited_sources
 from flashgen.compiler.pipeline import target_names
 from flashgen.diagnostics import SpecError
 from flashgen.emit.kernel_source import KernelSource
@@ -25,7 +25,7 @@ from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.kinds.kind import PassName
 from flashgen.language import parse_text
-from flashgen.plan.plan import ANY_CALLS, CallKind, Rejection
+from flashgen.plan.plan import ANY_CALLS, CallKind, Part, Rejection
 from flashgen.store.cache import Cache
 from flashgen.targets.gpu import compile as gpu_compile
 from flashgen.targets.gpu.tiles import GpuPlan
@@ -33,7 +33,7 @@ from flashgen.targets.registry import GPUS as GPU_TARGETS
 from flashgen.toolchains import nvrtc, nvrtc_processes
 from flashgen.toolchains.cpp import CompileFailed
 from flashgen.toolchains.nvrtc import CudaBinary, Resources
-from tests.pipeline.gpus import CUBINS, SM_80, SPEC, needs_nvrtc
+from tests.pipeline.gpus import CUBINS, SM_80, SOURCES, SPEC, needs_nvrtc
 
 Parts = list[tuple[str, KernelSource]]
 
@@ -44,7 +44,7 @@ def test_build_for_a_gpu(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     (built,) = build_file(file, output=output, targets=("cpu", "sm_80"))
     assert {each.name for each in built.files if each.parent == built.folder} == {
         "__init__.py", "tiny.attn", "spec.json", "manifest.json",
-        "tiny_d16_cpu.cpp", "tiny_d16_cpu.so", "tiny_d16_sm_80.cu", *CUBINS,
+        "tiny_d16_cpu.cpp", "tiny_d16_cpu.so", *SOURCES, *CUBINS,
     }  # fmt: skip
     content = json.loads((output / "tiny" / "manifest.json").read_text())
     kernels = [entry for entry in content["kernels"] if entry["target"] == "sm_80"]
@@ -68,10 +68,10 @@ def test_build_for_a_gpu(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     (cpu,) = build_file(file, output=output, targets=("cpu",))
     assert {each.name for each in cpu.changed if each.suffix not in (".cuh", ".h")} == {
-        "manifest.json", "tiny_d16_sm_80.cu", *CUBINS,
+        "manifest.json", *SOURCES, *CUBINS,
     }  # fmt: skip
     assert not list((output / "tiny").glob("*.cu*"))
-    assert not (output / "tiny" / "include").exists()
+    assert not list((output / "tiny").rglob("*.cuh"))
 
 
 @pytest.fixture
@@ -169,12 +169,12 @@ def test_a_header_that_was_edited_runs_as_it_stands(file: Path, tmp_path: Path) 
     folder = tmp_path / "tiny"
     spec, manifest = parse_text(SPEC).specs[0], Manifest.read(folder)
     header = folder / "include" / "flashgen" / "math.cuh"
-    assert not packages.edited_sources(folder, manifest)
+    assert not edited_sources(folder, manifest)
     header.write_text(header.read_text() + "#error edited\n")
     found = packaged(folder, manifest, compiled_plan(spec), SM_80)[ElementType.BF16, "forward"]
     assert found.edited == "include/flashgen/math.cuh"
     assert not found.images
-    edited, *_ = packages.edited_sources(folder, manifest)
+    edited, *_ = edited_sources(folder, manifest)
     assert "#error edited" in edited.whole
     assert "#error" not in edited.text
     with pytest.raises(CompileFailed, match=r"flashgen/math.cuh\(\d+\): .*#error directive: edited"):
@@ -241,14 +241,14 @@ def test_both_sources_by_default(file: Path, tmp_path: Path) -> None:
     """C++ and CUDA for two architectures, without NVRTC; and checking asks for none."""
     (built,) = build_file(file, output=tmp_path)
     sources = {each.name for each in built.files if each.suffix in (".cpp", ".cu", ".cubin")}
-    assert sources == {"tiny_d16_cpu.cpp", "tiny_d16_sm_80.cu", "tiny_d16_sm_90a.cu"}
+    assert sources == {"tiny_d16_cpu.cpp", *SOURCES, *(each.replace("sm_80", "sm_90a") for each in SOURCES)}
     (left,) = built.left
     assert "`flashgen build --target cpu,sm_80,sm_90a` makes them now" in left
     manifest = Manifest.read(tmp_path / "tiny")
-    assert [each.target for each in manifest.gpu_sources] == ["sm_80", "sm_90a"]
+    assert [each.target for each in manifest.gpu_sources] == ["sm_80"] * 2 + ["sm_90a"] * 2
     assert manifest.binaries == ()
     assert not build_file(file, output=tmp_path, check=True)[0].changed
-    text = tmp_path / "tiny" / "tiny_d16_sm_90a.cu"
+    text = tmp_path / "tiny" / "tiny_d16_forward_bf16_sm_90a.cu"
     text.write_text(text.read_text().replace("causal", "none"))
     assert [each.name for each in build_file(file, output=tmp_path, check=True)[0].changed] == [text.name]
 
@@ -267,15 +267,15 @@ def test_spilling_tiles_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None
     """A kernel that spills sends its tile back, with the reason; harmless spills and other kernels do not."""
     texts: list[str] = []
 
-    def compile_cuda_parts(parts: Mapping[str, KernelSource], target: str) -> tuple[CudaBinary, ...]:
-        texts.append(next(iter(parts.values())).text)
+    def compile_cuda_parts(parts: Parts, target: str) -> tuple[CudaBinary, ...]:
+        texts.append(parts[0][1].text)
         spills = {"forward_bf16": 200 if len(texts) == 1 else 0, "backward_bf16": 40, "convert_bf16": 999}
         kernels = tuple(Resources(f"tiny_d16_{name}", 255, 0, spill, 0) for name, spill in spills.items())
-        return tuple(CudaBinary(each.name, target, Path("none"), kernels, 0.0, cached=False) for each in parts.values())
+        return tuple(CudaBinary(each.name, target, Path("none"), kernels, 0.0, cached=False) for _, each in parts)
 
     monkeypatch.setattr(gpu_compile, "compile_cuda_parts", compile_cuda_parts)
     spec = parse_text(SPEC).specs[0]
-    kernel = assembled(analyse(spec, spec.head_dims[0]), SM_80).kernel
+    kernel = assembled(analyse(spec, spec.head_dims[0]), SM_80, part=Part(ElementType.BF16, "forward")).kernel
     assert len(texts) == 2
     (lost,) = kernel.plan.rejected
     assert isinstance(lost, Rejection)

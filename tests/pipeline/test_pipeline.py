@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import flashgen
 from flashgen.compiler.building import build_file
 from flashgen.compiler.pipeline import check_file, compile_spec, plan_file
 from flashgen.diagnostics import SpecError
+from flashgen.kinds.kind import BOTH
 from flashgen.op.loading import load, loads
 from flashgen.targets.cpu.target import CpuTarget
 from flashgen.targets.device_table import known_devices
@@ -44,9 +46,11 @@ def test_build_writes_a_package_that_is_then_up_to_date(spec: Path, tmp_path: Pa
     output = tmp_path / "generated"
     (first,) = build_file(spec, output=output)
     names = {"__init__.py", "tiny.attn", "spec.json", "manifest.json"}
-    names |= {f"tiny_d{d}_{target}" for d in (16, 32) for target in ("cpu.cpp", "sm_80.cu", "sm_90a.cu")}
+    names |= {f"tiny_d{d}_cpu.cpp" for d in (16, 32)}
+    parts = itertools.product((16, 32), BOTH, ("f16", "bf16", "f32"), ("sm_80", "sm_90a"))
+    names |= {f"tiny_d{d}_{name}_{element}_{target}.cu" for d, name, element, target in parts}
     assert {file.name for file in first.files if file.parent == first.folder} == names
-    headers = {file for file in first.files if file.parent == first.folder / "include" / "flashgen"}
+    headers = {file for file in first.files if (first.folder / "include" / "flashgen") in file.parents}
     assert {file.name for file in headers} >= {"instructions.cuh", "math.cuh", "ranges.h"}
     assert len(first.files) == len(names) + len(headers)
     assert first.changed == first.files

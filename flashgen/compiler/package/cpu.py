@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashgen.compiler.package.manifest import Manifest, digest
+from flashgen.compiler.package.sources import source_of
 from flashgen.diagnostics import quoted_list
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.plan.packed import ManifestBinary
@@ -39,9 +40,9 @@ def libraries(folder: Path, manifest: Manifest, spec: AttentionSpec) -> dict[Hea
         binary = by_source.get(kernel.file)
         if binary is None:
             raise NoLibrary("the package holds none for CPUs; `flashgen build --target cpu` makes it")
-        for name in (binary.source, binary.file):
-            if not (folder / name).is_file() or digest((folder / name).read_bytes()) != manifest.files.get(name):
-                raise NoLibrary(f"'{name}' of the package is missing or was edited")
+        library, (_, edited) = folder / binary.file, source_of(folder, manifest, kernel)
+        if edited or not library.is_file() or digest(library.read_bytes()) != manifest.files.get(binary.file):
+            raise NoLibrary(f"'{edited or binary.file}' of the package is missing or was edited")
         _check_fits(binary)
         found[head_dim] = Library(folder / binary.file, _plan(binary, manifest.name, kernel.head_dim))
     return found

@@ -9,14 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flashgen.compiler.package.manifest import INCLUDE, Manifest, digest
+from flashgen.compiler.package.manifest import Manifest, digest
+from flashgen.compiler.package.sources import source_of
 from flashgen.emit.kernel_source import KernelSource
-from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
-from flashgen.plan.packed import ManifestGpuSource, ManifestKernel
+from flashgen.plan.packed import ManifestGpuSource
 from flashgen.plan.plan import ANY_CALLS, CallKind
 from flashgen.store.cache import Cache
-from flashgen.store.headers import headers_of
 from flashgen.targets.gpu.packed import plan_of
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan
@@ -57,7 +56,7 @@ def packaged(
 
 
 def _packaged(folder: Path, manifest: Manifest, written: ManifestGpuSource, usual: GpuPlan) -> Packaged:
-    source, edited = _source(folder, manifest, written)
+    source, edited = source_of(folder, manifest, written)
     images: dict[CallKind, Path] = {}
     for binary in manifest.binaries:
         if binary.source != written.file or edited or not (folder / binary.file).is_file():
@@ -71,23 +70,6 @@ def _packaged(folder: Path, manifest: Manifest, written: ManifestGpuSource, usua
         if each.target == written.target
     )
     return Packaged(source, plan_of(written, usual), edited, images, resources if images else ())
-
-
-def edited_sources(folder: Path, manifest: Manifest) -> tuple[KernelSource, ...]:
-    """The sources of a package that do not say any more what was written. Raises ``OSError``."""
-    written: tuple[ManifestKernel | ManifestGpuSource, ...] = (*manifest.kernels, *manifest.gpu_sources)
-    found = [_source(folder, manifest, each) for each in written]
-    return tuple(source for source, edited in found if edited)
-
-
-def _source(folder: Path, manifest: Manifest, written: ManifestKernel | ManifestGpuSource) -> tuple[KernelSource, str]:
-    """A source as it stands in the folder, with its headers, and which of these files was edited, if any."""
-    text = (folder / written.file).read_text(encoding="utf-8")
-    headers = headers_of(text, lambda name: (folder / INCLUDE / name).read_text(encoding="utf-8"))
-    texts = {written.file: text, **{f"{INCLUDE}/{name}": header for name, header in headers}}
-    edited = (name for name, each in texts.items() if digest(each.encode()) != manifest.files.get(name))
-    head_dim = HeadDim(*map(int, (written.head_dim.split("/") * 2)[:2]))
-    return KernelSource(written.file, written.target, written.symbol, head_dim, text, (), headers), next(edited, "")
 
 
 def _runs_on(source: ManifestGpuSource, target: GpuTarget) -> bool:
