@@ -11,17 +11,11 @@ from typing import TYPE_CHECKING
 import click
 
 from flashgen.cli.console import diagnostic_as_dict, exit_code, note, print_json, show_diagnostics
-from flashgen.cli.options import Constant, SomeOf, checked_arguments, json_option, near_files, set_option
+from flashgen.cli.options import TARGETS, Constant, checked_arguments, json_option, near_files, set_option
 from flashgen.diagnostics import Diagnostic, Source, SpecError
 
 if TYPE_CHECKING:
     from flashgen.compiler.answers import Answer
-
-
-def _targets() -> tuple[str, ...]:
-    from flashgen.compiler.pipeline import target_names
-
-    return target_names()
 
 
 @click.command(short_help="Check specs and print diagnostics.")
@@ -30,7 +24,7 @@ def _targets() -> tuple[str, ...]:
 @click.option(
     "--target",
     "targets",
-    type=SomeOf("target", _targets),
+    type=TARGETS,
     default=None,
     show_default="all are asked, and one has to take it",
     metavar="NAME,...",
