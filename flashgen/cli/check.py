@@ -45,7 +45,8 @@ def check(
     from flashgen.compiler.pipeline import check_file
 
     everything: list[dict[str, object]] = []
-    errors = warnings = worst = 0
+    errors = warnings = 0
+    codes = set[int]()
     for file in files:
         names: tuple[str, ...] = ()
         answers: list[Answer] = []
@@ -61,7 +62,7 @@ def check(
         else:
             names = tuple(spec.name for spec in checked.specs)
             diagnostics, sources = checked.warnings, checked.sources
-        worst = _worse(worst, exit_code(diagnostics))
+        codes.add(exit_code(diagnostics))
         found = sum(diagnostic.severity == "error" for diagnostic in diagnostics)
         errors += found
         warnings += len(diagnostics) - found
@@ -78,7 +79,7 @@ def check(
     if as_json:
         print_json({"files": everything, "errors": errors, "warnings": warnings})
     note(f"{_count(len(files), 'file')} checked: {_count(errors, 'error')}, {_count(warnings, 'warning')}")
-    sys.exit(worst)
+    sys.exit(min(codes - {0}, default=0))  # a wrong spec (1) weighs more than wrong usage (2)
 
 
 def _answer_as_dict(answer: Answer) -> dict[str, object]:
@@ -95,11 +96,6 @@ def _answer_as_dict(answer: Answer) -> dict[str, object]:
 def _is_unread(diagnostics: Sequence[Diagnostic]) -> bool:
     """Whether there is no spec to say anything about: a file that cannot be read is wrong usage."""
     return any(each.code == "E001" for each in diagnostics)
-
-
-def _worse(one: int, other: int) -> int:
-    """A wrong spec (1) weighs more than wrong usage (2), and that more than neither."""
-    return 1 if 1 in (one, other) else max(one, other)
 
 
 def _count(number: int, what: str) -> str:

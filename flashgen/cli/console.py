@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -60,38 +61,15 @@ def print_json_error(message: str, code: int, diagnostics: Sequence[Diagnostic] 
     context = click.get_current_context(silent=True)
     if context is None or not context.meta.get(JSON_WANTED) or context.meta.get(_JSON_PRINTED):
         return
-    print_json(
-        {
-            "error": {
-                "message": message,
-                "exit_code": code,
-                "diagnostics": [diagnostic_as_dict(each) for each in diagnostics],
-            }
-        }
-    )
+    told = [diagnostic_as_dict(each) for each in diagnostics]
+    print_json({"error": {"message": message, "exit_code": code, "diagnostics": told}})
 
 
 def diagnostic_as_dict(diagnostic: Diagnostic) -> dict[str, object]:
     """A diagnostic as plain data."""
-    span = diagnostic.span
-    place = None
-    if span is not None:
-        place = {
-            "file": span.file,
-            "line": span.line,
-            "column": span.column,
-            "end_line": span.end_line,
-            "end_column": span.end_column,
-        }
-    return {
-        "code": diagnostic.code,
-        "severity": diagnostic.severity,
-        "message": diagnostic.message,
-        "label": diagnostic.label,
-        "notes": diagnostic.notes,
-        "hints": diagnostic.hints,
-        "span": place,
-    }
+    known = dataclasses.asdict(diagnostic)
+    names = ("message", "label", "notes", "hints", "span")
+    return {"code": diagnostic.code, "severity": diagnostic.severity, **{name: known[name] for name in names}}
 
 
 def is_plain() -> bool:
@@ -156,29 +134,20 @@ def plain_table(title: str, columns: Sequence[str], *, left: Iterable[str] = ())
     return table
 
 
-def progress(steps: Iterable[Item], what: str) -> Iterator[Item]:
-    """The steps, counted on stderr while they are taken; silent where no terminal reads."""
+def progress(steps: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
+    """The steps, counted on stderr while they are taken; silent where no terminal reads.
+
+    Of a ``total`` there is a bar, with the time that the rest will take.
+    """
     if not is_terminal(sys.stderr) or is_plain():
         yield from steps
         return
     from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-    with Console(stderr=True).status(what) as status:
-        for number, step in enumerate(steps, start=1):
-            status.update(f"{what}: {number} done")
-            yield step
-
-
-def progress_bar(steps: Iterable[Item], total: int, what: str) -> Iterator[Item]:
-    """The steps under a bar on stderr, with the time that the rest will take; silent where no terminal reads."""
-    if not is_terminal(sys.stderr) or is_plain():
-        yield from steps
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    counted = (SpinnerColumn(), TextColumn("{task.description}: {task.completed} done"))
+    of_total = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*(of_total if total else counted), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         for step in steps:
             bar.advance(task)

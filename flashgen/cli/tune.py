@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.console import INTERRUPTED, note, plain_table, print_json, print_json_error, print_table, progress_bar
+from flashgen.cli.console import INTERRUPTED, note, plain_table, print_json, print_json_error, print_table, progress
 from flashgen.cli.operators import chosen_specs, element_of
 from flashgen.cli.options import (
     Constant,
@@ -128,7 +128,7 @@ def _run(job: Job, store: TunedStore, *, again: bool, quiet: bool) -> Tuning | N
     interrupted = False
     try:
         what = f"tuning {spec.name}, head_dim {job.head_dim}"
-        for step in progress_bar(steps_of(job, store, again=again), total, what):
+        for step in progress(steps_of(job, store, again=again), what, total):
             steps.append(step)  # noqa: PERF402 - each stays when the next is interrupted
     except KeyboardInterrupt:
         interrupted = True
