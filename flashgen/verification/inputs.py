@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,23 +56,30 @@ class Inputs:
     d_lse: Tensor
 
     @property
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v."""
+        return self.q, self.k, self.v
+
+    @property
     def named(self) -> dict[str, Any]:
         """Captured tensors and params, as keyword arguments."""
         return {**self.captured, **self.params}
 
-    def to(self, device: str) -> Inputs:
-        """The same arguments on a device; params that are tensors too, as those of a module are."""
-        params = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.params.items()}
-        return dataclasses.replace(
-            self,
-            params=params,
-            q=self.q.to(device),
-            k=self.k.to(device),
-            v=self.v.to(device),
-            captured={name: value.to(device) for name, value in self.captured.items()},
-            d_o=self.d_o.to(device),
-            d_lse=self.d_lse.to(device),
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Inputs:
+        """The same with every tensor changed; params that are tensors too, as those of a module are."""
+        return Inputs(
+            q=change(self.q),
+            k=change(self.k),
+            v=change(self.v),
+            captured={name: change(x) for name, x in self.captured.items()},
+            params={name: change(x) if isinstance(x, Tensor) else x for name, x in self.params.items()},
+            d_o=change(self.d_o),
+            d_lse=change(self.d_lse),
         )
+
+    def to(self, device: str) -> Inputs:
+        """The same arguments on a device."""
+        return self.mapped(lambda x: x.to(device))
 
     def differentiable(self, spec: AttentionSpec) -> dict[str, Tensor]:
         """Every tensor that receives a gradient, under the name of its gradient's row in a report."""

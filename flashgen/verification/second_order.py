@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-# o and lse (None: there is none) of the tensors by name.
-Function = Callable[[Mapping[str, Tensor]], "tuple[Tensor, Tensor | None]"]
+Results = tuple[Tensor, Tensor | None]  # o and lse; None: there is none
+Function = Callable[[Mapping[str, Tensor]], Results]  # of the tensors by name
 _TANGENTS, _DIRECTIONS = 7_001, 7_002
 
 
@@ -148,7 +148,7 @@ def _moves(learned: Mapping[str, Tensor], still: Collection[str]) -> dict[str, T
     return {name: _like(x, _TANGENTS + n) for n, (name, x) in enumerate(learned.items()) if name not in still}
 
 
-def _reached(results: tuple[Tensor, Tensor | None], d_lse: Tensor | None) -> tuple[Tensor, ...]:
+def _reached(results: Results, d_lse: Tensor | None) -> tuple[Tensor, ...]:
     """Those of o and lse at which a gradient arrives."""
     o, lse = results
     return (o,) if lse is None or d_lse is None else (o, lse)
