@@ -7,7 +7,8 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from flashgen.picture.mask import CellClass, MaskPicture, coarser
+from flashgen.analysis.tiles import TileClass
+from flashgen.picture.mask import MaskPicture, coarser
 
 LETTERS = MappingProxyType({"FULL": "█", "PARTIAL": "▒", "EMPTY": "·"})
 
@@ -15,7 +16,7 @@ LETTERS = MappingProxyType({"FULL": "█", "PARTIAL": "▒", "EMPTY": "·"})
 def letters(picture: MaskPicture, width: int) -> list[str]:
     """A line for each row of cells, two letters a cell; at most ``width`` letters and half as many lines."""
     return [
-        "".join(2 * LETTERS[CellClass(number).name] for number in row) for row in reduced(picture.classes, width // 2)
+        "".join(2 * LETTERS[TileClass(number).name] for number in row) for row in reduced(picture.classes, width // 2)
     ]
 
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashgen.analysis.boxes import CODES, PARTIAL, Boxes, classify_boxes
+from flashgen.analysis.boxes import Boxes, classify_boxes
 from flashgen.analysis.ranging import LoadRange
 from flashgen.analysis.selection import read_of_calls
 from flashgen.analysis.tiles import TileClass, loads_of
@@ -40,23 +39,12 @@ SAMPLES = 4  # query rows, and keys, of a pixel that are evaluated
 _AT_ONCE = 2**22  # pairs
 
 
-class CellClass(IntEnum):
-    """``TileClass`` as numbers of an array."""
-
-    EMPTY = 0
-    PARTIAL = 1
-    FULL = 2
-
-
-_NUMBERS = {TileClass.EMPTY: CellClass.EMPTY, TileClass.PARTIAL: CellClass.PARTIAL, TileClass.FULL: CellClass.FULL}
-
-
 @dataclass(frozen=True, eq=False)
 class MaskPicture:
     """One batch entry and head of a mask.
 
     ``Br`` and ``Bc`` are the tile's, ``grouped`` the tiles that a cell of ``classes`` holds, by rows and by columns:
-    (1, 1) unless there are more than ``MOST_CELLS`` a side. ``classes`` [rows, columns] are ``CellClass``es. ``kept``
+    (1, 1) unless there are more than ``MOST_CELLS`` a side. ``classes`` [rows, columns] are ``TileClass``es. ``kept``
     [y, x] is the share of pairs kept in each pixel, ``kept_share`` that of all pairs: exact if ``exact``, else from
     samples in every pixel. ``drawn`` are the captured tensors that were drawn at random with ``seed``; ``varies``
     names what other pictures there are: of other batch entries, of other heads.
@@ -81,12 +69,12 @@ class MaskPicture:
     @property
     def counts(self) -> Mapping[str, int]:
         """How many cells there are of each class, by the names of the classes."""
-        return {each.name: int((self.classes == each).sum()) for each in reversed(CellClass)}
+        return {each.name: int((self.classes == each).sum()) for each in reversed(TileClass)}
 
     @property
     def visited_share(self) -> float:
         """The share of cells that are not EMPTY."""
-        return float((self.classes != CellClass.EMPTY).mean())
+        return float((self.classes != TileClass.EMPTY).mean())
 
     @property
     def cell(self) -> tuple[int, int]:
@@ -95,7 +83,7 @@ class MaskPicture:
 
     def order(self) -> Iterator[tuple[int, int]]:
         """The visited cells in the order of the forward pass: tiles of queries outside, tiles of keys inside."""
-        for row, column in np.argwhere(self.classes != CellClass.EMPTY):
+        for row, column in np.argwhere(self.classes != TileClass.EMPTY):
             yield int(row), int(column)
 
 
@@ -127,7 +115,7 @@ def mask_picture(
     rows, columns = -(-shape.q_len // Br), -(-shape.kv_len // Bc)
     grouped = _grouping(rows), _grouping(columns)
     cell = Br * grouped[0], Bc * grouped[1]
-    classes = np.full((-(-rows // grouped[0]), -(-columns // grouped[1])), CellClass.PARTIAL, np.uint8)
+    classes = np.full((-(-rows // grouped[0]), -(-columns // grouped[1])), TileClass.PARTIAL, np.uint8)
     _classify(scene, classes, cell)
     kept, share, exact = _sample(scene, pixels, seed)
     return MaskPicture(
@@ -180,7 +168,7 @@ def coarser(classes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     even = np.pad(classes, [(0, length % 2) for length in classes.shape], mode="edge")
     fours = even.reshape(even.shape[0] // 2, 2, even.shape[1] // 2, 2)
     lowest, highest = fours.min(axis=(1, 3)), fours.max(axis=(1, 3))
-    return np.where(lowest == highest, lowest, CellClass.PARTIAL).astype(np.uint8)
+    return np.where(lowest == highest, lowest, TileClass.PARTIAL).astype(np.uint8)
 
 
 def _grouping(tiles: int) -> int:
@@ -268,9 +256,10 @@ def _classify(scene: _Scene, classes: NDArray[np.uint8], cell: tuple[int, int]) 
             ),
             scene.loads,
         )
-        for place, code in zip(boxes[found != PARTIAL].tolist(), found[found != PARTIAL].tolist(), strict=True):
-            classes[place[0] : place[1], place[2] : place[3]] = _NUMBERS[CODES[code]]
-        boxes = _halves(boxes[found == PARTIAL])
+        settled = found != TileClass.PARTIAL
+        for (r0, r1, c0, c1), code in zip(boxes[settled].tolist(), found[settled].tolist(), strict=True):
+            classes[r0:r1, c0:c1] = code
+        boxes = _halves(boxes[~settled])
 
 
 def _halves(boxes: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashgen.picture.mask import CellClass, MaskPicture
+from flashgen.analysis.tiles import TileClass
+from flashgen.picture.mask import MaskPicture
 from flashgen.picture.plotting import pillow
 
 Color = tuple[int, int, int]
@@ -22,6 +24,7 @@ EMPTY: Color = (246, 246, 246)
 FULL: Color = (30, 77, 122)
 KEPT: Color = (79, 155, 217)  # in a PARTIAL tile
 MASKED: Color = (248, 222, 184)  # the same, not kept
+LEGEND = ((FULL, "FULL"), (KEPT, "PARTIAL, kept"), (MASKED, "PARTIAL, masked"), (EMPTY, "EMPTY, never visited"))
 _SHADES = 15  # between MASKED and KEPT
 _LINE_FROM = 6  # pixels: cells of this size are told apart by lines
 
@@ -40,7 +43,7 @@ def paint(picture: MaskPicture, height: int, width: int) -> NDArray[np.uint8]:
     kept = picture.kept[np.ix_(_scaled(picture.kept.shape[0], height), _scaled(picture.kept.shape[1], width))]
     cells = rows // picture.cell[0], columns // picture.cell[1]
     classes = picture.classes[np.ix_(*cells)]
-    colors = np.where(classes == CellClass.PARTIAL, 2 + np.rint(kept * _SHADES), classes == CellClass.FULL)
+    colors = np.where(classes == TileClass.PARTIAL, 2 + np.rint(kept * _SHADES), classes == TileClass.FULL)
     if min(height / picture.classes.shape[0], width / picture.classes.shape[1]) >= _LINE_FROM:
         lines = _starts(cells[0])[:, None] | _starts(cells[1])[None, :]
         colors = np.where(lines, colors + len(_COLORS), colors)
@@ -74,6 +77,11 @@ def png(pixels: NDArray[np.uint8]) -> bytes:
     image = zlib.compress(rows.tobytes(), 9)
     chunks = ((b"IHDR", header), (b"PLTE", PALETTE.tobytes()), (b"IDAT", image), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*each) for each in chunks)
+
+
+def hex_of(color: Sequence[int]) -> str:
+    """A colour as HTML has it."""
+    return "#{:02x}{:02x}{:02x}".format(*color)
 
 
 def _scaled(length: int, pixels: int) -> NDArray[np.int64]:
