@@ -26,8 +26,7 @@ from flashgen.op.loading import load_spec
 from flashgen.op.op import AttentionOp
 from flashgen.op.signature import TORCH_DTYPES
 from flashgen.plan.measured import PASSES, Measured, MeasuredPass, Pins, ShapeClass, Tile, Tuning
-from flashgen.targets.cpu.device import local_cpu
-from flashgen.targets.cpu.machine import cpu_identity
+from flashgen.targets.cpu.device import cpu_identity, local_cpu
 from flashgen.targets.device_table import board_of
 from flashgen.toolchains.cpp import CompileFailed
 from flashgen.tuning.candidates import Candidate, candidates

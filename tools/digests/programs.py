@@ -197,7 +197,7 @@ def _source(piece: Piece, target: CpuTarget) -> tuple[Any, Any]:
             plan = target.plan(variant)
             return target.emit(variant, plan), plan
     moving = with_slopes(dense) if piece.name == BACKWARD else kernel_variant(spec, head_dim, FORWARD_MODE)
-    return target.emit_jvp(moving), target.plan(dense)
+    return target.emit(moving, target.plan(moving)), target.plan(dense)
 
 
 @contextlib.contextmanager

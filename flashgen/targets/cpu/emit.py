@@ -53,7 +53,7 @@ from flashgen.plan.arguments import (
 from flashgen.plan.work import CPU_COSTS, pair_work
 from flashgen.store.shipped import shipped
 from flashgen.targets.cpu.recipes import keeps_lists
-from flashgen.targets.cpu.tiles import CpuJvpPlan, CpuPlan
+from flashgen.targets.cpu.tiles import CpuPlan
 from flashgen.version import __version__
 
 # In base 2. A row's maximum is replaced where a score is more than this above it: rows are seldom scaled down then, and
@@ -117,7 +117,7 @@ class _Context:
     spec_lines: tuple[str, ...]
     formula: str
     head_dim: object
-    plan: CpuPlan | CpuJvpPlan
+    plan: CpuPlan
     primitives: tuple[str, ...]
     parts: bool  # over some of the keys of rows, or some of the rows, and no ragged batches
     written: str  # of what element o and dQ are, as code
@@ -163,7 +163,7 @@ class _Context:
     captured_owned: dict[str, bool]
 
 
-def emit_cpu(variant: Variant, plan: CpuPlan | CpuJvpPlan) -> KernelSource:
+def emit_cpu(variant: Variant, plan: CpuPlan) -> KernelSource:
     """The C++ source of one head dimension; the plan's tiles are its defaults.
 
     Forward and backward, or of a variant with a tangent forward mode, or its backward pass.
@@ -173,7 +173,8 @@ def emit_cpu(variant: Variant, plan: CpuPlan | CpuJvpPlan) -> KernelSource:
     form = "" if variant.tangent is not None else variant.kind.mark
     symbol = f"{spec.name}_d{str(head_dim).replace('/', '_')}{form}"
     context = _context(variant, plan, symbol)
-    suffix = f"_{plan.name}" if isinstance(plan, CpuJvpPlan) else ""
+    own = context.last_pass if variant.kind.backward_only else context.first_pass
+    suffix = "" if variant.tangent is None else f"_{own}"
     rendered = environment().get_template("cpu/kernel.cpp.jinja").render(template_values(context))
     return KernelSource(
         file_name=f"{symbol}{suffix}_cpu.cpp",
@@ -185,7 +186,7 @@ def emit_cpu(variant: Variant, plan: CpuPlan | CpuJvpPlan) -> KernelSource:
     )
 
 
-def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Context:
+def _context(variant: Variant, plan: CpuPlan, symbol: str) -> _Context:
     spec = variant.spec
     placement = Placement(variant.proofs)
     by_key = placement.with_lanes(Level.COLUMN)
