@@ -9,7 +9,7 @@ compare.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
@@ -53,16 +53,14 @@ class Boxes:
 
     def take(self, chosen: Flags) -> Boxes:
         """Some of them."""
-        return Boxes(
+        return replace(
+            self,
             b=self.b[chosen],
             h=self.h[chosen],
             first_i=self.first_i[chosen],
             last_i=self.last_i[chosen],
             first_j=self.first_j[chosen],
             last_j=self.last_j[chosen],
-            sizes=self.sizes,
-            params=self.params,
-            computed=self.computed,
         )
 
 

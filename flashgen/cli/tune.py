@@ -87,7 +87,7 @@ def tune(
     """
     from flashgen.compiler.tuned import TunedStore
     from flashgen.toolchains.cpp import find_compiler
-    from flashgen.tuning.device import cuda_is_there
+    from flashgen.tuning.timing import cuda_is_there
     from flashgen.tuning.tune import Job
     from flashgen.verification import fitting
 

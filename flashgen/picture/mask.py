@@ -30,7 +30,6 @@ from flashgen.op.selected import lowered_tensors
 from flashgen.reference.dense import param_values
 from flashgen.reference.evaluate import Evaluator
 from flashgen.reference.guard import Guard
-from flashgen.reference.shard import Shard
 from flashgen.verification.captured import realistic_captured, sizes_of
 
 MOST_CELLS = 128  # a side: more cannot be told apart in a picture
@@ -192,7 +191,7 @@ class _Scene:
         here = {
             "b": torch.tensor(self.batch),
             "h": torch.tensor(self.head),
-            "hkv": torch.tensor(self.head // self.shard.group),
+            "hkv": torch.tensor(self.head // (self.shape.heads // self.shape.kv_heads)),
             "i": torch.from_numpy(i)[:, None],
             "j": torch.from_numpy(j)[None, :],
         }
@@ -206,14 +205,9 @@ class _Scene:
     def loads(self) -> LoadRange:
         return loads_of(as_arrays(self.captured))
 
-    @property
-    def shard(self) -> Shard:
-        shape = self.shape
-        return Shard(shape.batch, shape.heads, shape.kv_heads, shape.q_len, shape.kv_len)
-
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        return self.shard.sizes(self.variant.head_dim.qk, self.variant.head_dim.v)
+        return sizes_of(self.shape, self.variant.head_dim)
 
     @functools.cached_property
     def params(self) -> dict[str, bool | int | float]:

@@ -118,7 +118,7 @@ def bench(
     butterfly of blocks as its layout), run time and HBM bytes by the size of the blocks, run time by the share of
     blocks kept, and as totals flops, HBM bytes and run time of one shape. Ctrl-C ends it with what was measured.
     """
-    from flashgen.tuning.device import cuda_is_there
+    from flashgen.tuning.timing import cuda_is_there
 
     if peers is not None and BLOCK_SPARSE in peers and sweep != "length":
         raise click.UsageError(f"'{BLOCK_SPARSE}' computes other pairs than the spec: it belongs to --sweep length")

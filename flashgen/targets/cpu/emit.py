@@ -40,7 +40,6 @@ from flashgen.ir.expr import Expr, Load, Symbol, index_set, walk
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
-from flashgen.kinds.field import Field
 from flashgen.kinds.operand import HEAD_ROWS
 from flashgen.plan.arguments import (
     argument_fields,
@@ -219,7 +218,7 @@ def _context(variant: Variant, plan: CpuPlan, symbol: str) -> _Context:
     sink_tangent = derivative_hooks(variant, placement, hook, "fg::VecF", pair_inputs)
     chained = by_score(variant)
     gradients = tuple(
-        _gradient(gradient, label, placement, hook, _Pair(variant, pair, moved))
+        _gradient(variant, gradient, label, placement, hook, pair, moved)
         for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
     )
     observed = tuple(observed_load(load, placement) for loads in observed_loads(variant.keep) for load in loads)
@@ -239,12 +238,12 @@ def _context(variant: Variant, plan: CpuPlan, symbol: str) -> _Context:
         written="F32" if variant.kind.parts else "a.element",
         written_of_keys="F32" if variant.kind.parts or variant.kind.slices else "a.element",
         head_rows=f"a.{HEAD_ROWS}" if variant.kind.slices else "a.q_len",
-        results=_results(variant),
+        results=tuple(name for name, each in variant.kind.operands.items() if each.by_row),
         first_pass="forward" if variant.tangent is None else "jvp",
         last_pass="backward" if variant.tangent is None else "jvp_backward",
         has_forward=not variant.kind.backward_only,
         has_backward=not variant.kind.forward_only,
-        arguments=tuple(declaration(field) for field in _fields(variant)),
+        arguments=tuple(declaration(field) for field in argument_fields(spec, variant.kind)),
         hooks=template_hooks(placement.hooks()),
         hooks_by_key=template_hooks(by_key.hooks()),
         function_inputs=inputs,
@@ -304,44 +303,28 @@ def _lists(keep: Expr) -> tuple[str, ...]:
     return ("tile_rows", "tile_columns", *(f"a.{name}" for name in fields))
 
 
-def _fields(variant: Variant) -> tuple[Field, ...]:
-    """Of the struct of arguments."""
-    return argument_fields(variant.spec, variant.kind)
-
-
-def _results(variant: Variant) -> tuple[str, ...]:
-    """The rows that passes write, by name."""
-    return tuple(name for name, each in variant.kind.operands.items() if each.by_row)
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """What functions of a pair take: ``code`` first, and of a score's tangent what ``moved`` declares behind it."""
-
-    variant: Variant
-    code: str
-    moved: str
-
-
-def _gradient(gradient: CapturedGradient, label: str, placement: Placement, hook: AddHook, pair: _Pair) -> _Gradient:
+def _gradient(
+    variant: Variant, gradient: CapturedGradient, label: str, placement: Placement, hook: AddHook, pair: str, moved: str
+) -> _Gradient:
+    """``pair``: what functions of a pair take first; of a score's tangent what ``moved`` declares behind it."""
     read = gradient.read
     parts = []
     if gradient.from_score is not None:
         name = f"score_by_{label}"
         hook(name, gradient.from_score, comment=f"∂score/∂{text(read)}")
-        parts.append(by_score(pair.variant) % f"{name}(INPUTS)")
+        parts.append(by_score(variant) % f"{name}(INPUTS)")
     if gradient.from_score_tangent is not None:
         name = f"score_tangent_by_{label}"
-        hook(name, gradient.from_score_tangent, pair.moved, f"∂tS/∂{text(read)}")
-        parts.append(by_score(pair.variant, "d_t_score") % f"{name}(MOVED)")
+        hook(name, gradient.from_score_tangent, moved, f"∂tS/∂{text(read)}")
+        parts.append(by_score(variant, "d_t_score") % f"{name}(MOVED)")
     if gradient.from_weight is not None:
         name = f"weight_by_{label}"
         hook(name, gradient.from_weight, ", fg::VecF s", f"∂weight/∂{text(read)}")
-        parts.append(f"d_weight * {name}({pair.code}, safe)")
+        parts.append(f"d_weight * {name}({pair}, safe)")
     if gradient.from_weight_tangent is not None:
         name = f"weight_tangent_by_{label}"
         hook(name, gradient.from_weight_tangent, ", fg::VecF s, fg::VecF t_s", f"∂(t weight)/∂{text(read)}")
-        parts.append(by_score(pair.variant, "d_t_weight") % f"{name}({pair.code}, safe, t_e)")
+        parts.append(by_score(variant, "d_t_weight") % f"{name}({pair}, safe, t_e)")
     sinks = []
     for arriving, name, part in (
         ("d_sink", f"sink_by_{label}", gradient.from_sink),
