@@ -8,16 +8,13 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
+from typing import NoReturn, TextIO, TypeVar
 
 import click
 
 from flashgen.diagnostics import Diagnostic, Source, nearest, quoted_list, render
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 Item = TypeVar("Item")
 
@@ -109,29 +106,32 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(_finite(value), indent=2, allow_nan=False))
 
 
-def print_table(table: Table) -> None:
-    """A table on stdout, as wide as it needs to be: a terminal that is narrower wraps lines, and loses nothing."""
-    from rich.console import Console
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[str] = ()
+) -> None:
+    """A table on stdout, as wide as it needs to be: a terminal that is narrower wraps lines, and loses nothing.
 
+    Numbers stand right, the columns in ``left`` stand left; a row of nothing ends a section.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+    for row in rows:
+        if row:
+            table.add_row(*row)
+        else:
+            table.add_section()
     console = Console(highlight=False)
     needed = max(table.__rich_measure__(console, console.options.update(width=_WIDEST)).maximum, 40)
     console = Console(highlight=False, width=min(needed, _WIDEST))
     with console.capture() as capture:
         console.print(table)
     click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
-
-
-def plain_table(title: str, columns: Sequence[str], *, left: Iterable[str] = ()) -> Table:
-    """An empty table in the style of every command; numbers stand right, the columns in ``left`` stand left."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=Text(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    on_the_left = set(left)
-    for column in columns:
-        table.add_column(column, justify="left" if column in on_the_left else "right", no_wrap=True)
-    return table
 
 
 def progress(steps: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:

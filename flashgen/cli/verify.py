@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.console import note, plain_table, print_json, print_table, progress
+from flashgen.cli.console import note, print_json, print_table, progress
 from flashgen.cli.operators import loaded_operators
 from flashgen.cli.options import (
     Constant,
@@ -112,12 +112,12 @@ def _print(title: str, cases: Sequence[Case]) -> None:
         note(f"tangents by {tangents}; gradients of gradients by {gradients}")
     if any(case.hbm_bytes for case in cases):
         columns = ["head_dim", "dtype", "B,H,Hkv,Nq,Nk", "pass", "predicted", "counted"]
-        table = plain_table("bytes between the kernels and the GPU's memory", columns, left=["dtype", "pass"])
-        for case in cases:
-            for name, moved in case.hbm_bytes.items():
-                place = (str(case.head_dim), str(case.dtype), str(case.shape))
-                table.add_row(*place, name, f"{moved.predicted:,}", f"{moved.counted:,}")
-        print_table(table)
+        rows = [
+            (str(case.head_dim), str(case.dtype), str(case.shape), name, f"{moved.predicted:,}", f"{moved.counted:,}")
+            for case in cases
+            for name, moved in case.hbm_bytes.items()
+        ]
+        print_table("bytes between the kernels and the GPU's memory", columns, rows, left=["dtype", "pass"])
 
 
 def _print_f8(title: str, cases: Sequence[F8Case]) -> None:
@@ -133,16 +133,16 @@ def _print_f8(title: str, cases: Sequence[F8Case]) -> None:
 
 def _print_errors(title: str, columns: Sequence[str], cases: Iterable[_Case]) -> None:
     """A line for each row; the first one of a case says which case it is."""
-    title = f"{title}: relative error against the float64 reference"
-    table = plain_table(title, [*columns, ""], left=["dtype", "tensor", ""])
+    lines: list[tuple[str, ...]] = []
     for place, rows in cases:
         places = list(map(str, place))
         for row, errors in rows:
             numbers = (each if isinstance(each, str) else f"{each:.1e}" for each in errors)
-            table.add_row(*places, row.tensor, *numbers, "ok" if row.ok else "FAIL")
+            lines.append((*places, row.tensor, *numbers, "ok" if row.ok else "FAIL"))
             places = [""] * len(places)
-        table.add_section()
-    print_table(table)
+        lines.append(())
+    title = f"{title}: relative error against the float64 reference"
+    print_table(title, [*columns, ""], lines, left=["dtype", "tensor", ""])
 
 
 def _as_dict(case: Case | F8Case, dtype: object, **more: object) -> dict[str, object]:
