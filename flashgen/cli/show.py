@@ -102,7 +102,7 @@ def show(
 
 def _shape_of(spec: AttentionSpec, shape: Shape | None, batch: int, head: int) -> Shape:
     """The one to draw a spec at."""
-    from flashgen.picture.usual import check_drawable, usual_shape
+    from flashgen.picture.mask import check_drawable, usual_shape
 
     chosen = shape or usual_shape(spec)
     if 0 in (chosen.batch, chosen.q_len, chosen.kv_len):

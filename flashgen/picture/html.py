@@ -16,9 +16,8 @@ from flashgen.compiler.compiled import compiled
 from flashgen.emit.text import spec_lines
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.spec_text import spec_text
-from flashgen.picture.mask import MaskPicture, caption, mask_picture
+from flashgen.picture.mask import MaskPicture, caption, check_drawable, mask_picture, usual_shape
 from flashgen.picture.paint import LEGEND, Color, paint, png, size_of
-from flashgen.picture.usual import check_drawable, usual_shape
 from flashgen.plan.plans import Plans
 from flashgen.targets.cpu.device import local_cpu
 from flashgen.targets.cpu.target import CpuTarget

@@ -8,6 +8,7 @@ tiles are classified by intervals and halved only where that does not settle the
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -30,12 +31,16 @@ from flashgen.op.selected import lowered_tensors
 from flashgen.reference.dense import param_values
 from flashgen.reference.evaluate import Evaluator
 from flashgen.reference.guard import Guard
-from flashgen.verification.captured import realistic_captured, sizes_of
+from flashgen.verification.captured import realistic_captured, sizes_of, tensor_shape
+from flashgen.verification.inputs import fitting
 
+DEFAULT_SHAPE = Shape(1, 8, 8, 1024, 1024)
 MOST_CELLS = 128  # a side: more cannot be told apart in a picture
 MOST_PIXELS = 512  # a side
 SAMPLES = 4  # query rows, and keys, of a pixel that are evaluated
 _AT_ONCE = 2**22  # pairs
+_ANY = 2**62  # pairs
+_MOST_ELEMENTS = 2**26  # of a tensor that is drawn at random
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +110,7 @@ def mask_picture(
     ``captured`` are tensors on the CPU, drawn at random where there are none; ``params`` values, defaults likewise.
     """
     variant = analyse(spec, head_dim)
-    read = read_of_calls(spec, (node.tensor for node in walk(variant.keep) if isinstance(node, Load)))
+    read = _read(variant, spec)
     drawn = () if captured is not None else tuple(each.name for each in spec.tensors if each.name in read)
     if captured is None:
         captured = realistic_captured(spec, shape, head_dim, seed=seed, names=read)
@@ -134,6 +139,28 @@ def mask_picture(
         seed=seed,
         varies=scene.varies(),
     )
+
+
+def _read(variant: Variant, spec: AttentionSpec) -> frozenset[str]:
+    """The tensors of a spec that its mask reads."""
+    return read_of_calls(spec, (node.tensor for node in walk(variant.keep) if isinstance(node, Load)))
+
+
+def usual_shape(spec: AttentionSpec) -> Shape:
+    """The one that a picture has where nobody says another."""
+    return fitting(spec, DEFAULT_SHAPE, pairs=_ANY)
+
+
+def check_drawable(spec: AttentionSpec, shape: Shape) -> None:
+    """Raise ``ValueError`` where a tensor that the mask reads would take too long to draw at random."""
+    read = _read(analyse(spec, spec.head_dims[0]), spec)
+    for tensor in (each for each in spec.tensors if each.name in read):
+        elements = math.prod(tensor_shape(tensor, shape, spec.head_dims[0]))
+        if elements > _MOST_ELEMENTS:
+            raise ValueError(
+                f"the tensor '{tensor.name}' would have {elements:,} elements, which takes too long to draw; "
+                f"{_MOST_ELEMENTS:,} are allowed"
+            )
 
 
 def caption(picture: MaskPicture) -> tuple[str, ...]:

@@ -140,18 +140,9 @@ def compile_with(source: Source, flags: Sequence[str], compiler: Compiler, key: 
 
     Raises ``CompileFailed``.
     """
-
-    def built() -> dict[str, bytes]:
-        with tempfile.TemporaryDirectory(prefix="flashgen-build-") as folder, compiling(source.name, compiler.name):
-            code, library = Path(folder) / f"{source.name}.cpp", Path(folder) / _LIBRARY
-            code.write_text(source.text, encoding="utf-8")
-            log, success = _run(compiler, [code.name, "-o", library.name, *flags], Path(folder))
-            if not success or not library.is_file():
-                raise CompileFailed(f"{shlex.join(compiler.command)} could not compile '{source.name}'", log)
-            return {_LIBRARY: library.read_bytes(), LOG: log.encode()}
-
+    build = functools.partial(_build, source, compiler, flags)
     try:
-        return Cache.default().fetch(key, _LIBRARY, built, what=source.name)
+        return fetched(Cache.default(), key, (_LIBRARY,), build, _shown(source), source.name)[0]
     except OSError as error:
         raise CompileFailed(f"'{source.name}' could not be compiled: {error}", str(error)) from None
 
@@ -192,8 +183,8 @@ def read_cpuinfo(file: Path = Path("/proc/cpuinfo")) -> str:
 def _compile(source: Source, cache: Cache, compiler: Compiler) -> Binary:
     start = time.perf_counter()
     key = binary_key(source, compiler)
-    files = {f"{source.name}.cpp": source.text.encode()}
-    path, cached = fetched(cache, key, (_LIBRARY,), lambda: _build(source, compiler), files, source.name)
+    build = functools.partial(_build, source, compiler)
+    path, cached = fetched(cache, key, (_LIBRARY,), build, _shown(source), source.name)
     return Binary(source.name, path, key, time.perf_counter() - start, cached)
 
 
@@ -230,25 +221,30 @@ def load_library(path: Path) -> ctypes.CDLL:
         ) from None
 
 
-def _build(source: Source, compiler: Compiler) -> dict[str, bytes]:
-    """The files of an entry. Built in the system's temporary folder: the cache sees only what is finished."""
+def _build(source: Source, compiler: Compiler, flags: Sequence[str] | None = None) -> dict[str, bytes]:
+    """The files of an entry, by the flags of kernels or by these alone.
+
+    Built in the system's temporary folder: the cache sees only what is finished.
+    """
     try:
         with tempfile.TemporaryDirectory(prefix="flashgen-build-") as folder, compiling(source.name, compiler.name):
-            return _build_in(Path(folder), source, compiler)
+            return _build_in(Path(folder), source, compiler, flags)
     except OSError as error:
         place = f"the temporary folder '{tempfile.gettempdir()}'"
         message = f"'{source.name}' could not be compiled in {place}: {error.strerror or error}; TMPDIR names another"
         raise CompileFailed(message, str(error)) from None
 
 
-def _build_in(scratch: Path, source: Source, compiler: Compiler) -> dict[str, bytes]:
-    code = scratch / f"{source.name}.cpp"
+def _build_in(scratch: Path, source: Source, compiler: Compiler, flags: Sequence[str] | None) -> dict[str, bytes]:
+    code, library = scratch / f"{source.name}.cpp", scratch / _LIBRARY
     code.write_text(source.text, encoding="utf-8")
-    library = scratch / _LIBRARY
-    defines = [f"-D{name}={value}" for name, value in source.defines]
-    arguments = [*REQUIRED_FLAGS, *defines, *compiler.flags, code.name, "-o", library.name]
+    files = [code.name, "-o", library.name]
+    if flags is None:
+        defines = [f"-D{name}={value}" for name, value in source.defines]
+        log, success = _run_with_optional(compiler, [*REQUIRED_FLAGS, *defines, *compiler.flags, *files], scratch)
+    else:
+        log, success = _run(compiler, [*files, *flags], scratch)
     command = shlex.join(compiler.command)
-    log, success = _run_with_optional(compiler, arguments, scratch)
     if not success:
         complaints = [line for line in log.splitlines() if "error" in line] or log.strip().splitlines()
         raise CompileFailed(f"{command} could not compile '{source.name}': {complaints[0]}", log)
@@ -256,7 +252,12 @@ def _build_in(scratch: Path, source: Source, compiler: Compiler) -> dict[str, by
         raise CompileFailed(
             f"{command} wrote no library for '{source.name}', and did not say why: is it a compiler?", log
         )
-    return {_LIBRARY: library.read_bytes(), f"{source.name}.cpp": code.read_bytes(), LOG: log.encode()}
+    return {_LIBRARY: library.read_bytes(), **_shown(source), LOG: log.encode()}
+
+
+def _shown(source: Source) -> dict[str, bytes]:
+    """The file of an entry for people to read."""
+    return {f"{source.name}.cpp": source.text.encode()}
 
 
 def _accepts(compiler: Compiler, flag: str, scratch: Path) -> bool:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from flashgen.analysis.bounds import prove_indices
 from flashgen.analysis.index_checks import check_index
-from flashgen.analysis.selection import lowered
 from flashgen.ir.expr import (
     Expr,
     Literal,
@@ -33,12 +32,10 @@ from flashgen.ir.expr import (
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ScalarType
-from flashgen.op.selected import lowered_tensors
 from flashgen.reference.dense import constant_number, param_values
-from flashgen.reference.shard import Shard
 from flashgen.verification.captured import random_captured, realistic_captured, sizes_of, tensor_shape
 
-__all__ = ["Inputs", "accepts", "fitting", "lowered_inputs", "random_inputs", "refusal", "scale_factor", "tensor_shape"]
+__all__ = ["Inputs", "accepts", "fitting", "random_inputs", "refusal", "scale_factor", "tensor_shape"]
 
 _LARGEST_BATCH = 4096
 
@@ -126,13 +123,6 @@ def random_inputs(
         d_o=normal(B, H, Nq, head_dim.v).to(dtype),
         d_lse=normal(B, H, Nq),
     )
-
-
-def lowered_inputs(spec: AttentionSpec, inputs: Inputs) -> tuple[AttentionSpec, Inputs]:
-    """The spec that kernels are made for, and the arguments that they are given."""
-    shard = Shard.whole(inputs.q.shape, inputs.k.shape)
-    captured = lowered_tensors(spec, inputs.captured, shard.sizes(inputs.q.shape[-1], inputs.v.shape[-1]))
-    return lowered(spec), dataclasses.replace(inputs, captured=captured)
 
 
 def _size_of_elements(
