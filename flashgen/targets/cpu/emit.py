@@ -13,7 +13,6 @@ from flashgen.analysis.diagonals import diagonal_values, over_diagonals
 from flashgen.analysis.levels import Level, observed_loads
 from flashgen.analysis.variant import CapturedGradient, Variant, constant_factor
 from flashgen.emit.context import (
-    AddHook,
     Declaration,
     Masks,
     Observed,
@@ -26,6 +25,7 @@ from flashgen.emit.context import (
     masks_of,
     moved_inputs,
     observed_load,
+    pair_terms,
     template_hooks,
     template_values,
     tidy,
@@ -218,8 +218,8 @@ def _context(variant: Variant, plan: CpuPlan, symbol: str) -> _Context:
     sink_tangent = derivative_hooks(variant, placement, hook, "fg::VecF", pair_inputs)
     chained = by_score(variant)
     gradients = tuple(
-        _gradient(variant, gradient, label, placement, hook, pair, moved)
-        for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
+        _gradient(each, label, placement, pair_terms(variant, each, label, hook, "fg::VecF", pair, moved))
+        for each, label in zip(variant.gradients, labels(variant.gradients), strict=True)
     )
     observed = tuple(observed_load(load, placement) for loads in observed_loads(variant.keep) for load in loads)
     keep_range = range_code(variant.keep, placement, {load.load: f"{load.struct}.{load.name}" for load in observed})
@@ -303,28 +303,8 @@ def _lists(keep: Expr) -> tuple[str, ...]:
     return ("tile_rows", "tile_columns", *(f"a.{name}" for name in fields))
 
 
-def _gradient(
-    variant: Variant, gradient: CapturedGradient, label: str, placement: Placement, hook: AddHook, pair: str, moved: str
-) -> _Gradient:
-    """``pair``: what functions of a pair take first; of a score's tangent what ``moved`` declares behind it."""
+def _gradient(gradient: CapturedGradient, label: str, placement: Placement, pair_code: str | None) -> _Gradient:
     read = gradient.read
-    parts = []
-    if gradient.from_score is not None:
-        name = f"score_by_{label}"
-        hook(name, gradient.from_score, comment=f"∂score/∂{text(read)}")
-        parts.append(by_score(variant) % f"{name}(INPUTS)")
-    if gradient.from_score_tangent is not None:
-        name = f"score_tangent_by_{label}"
-        hook(name, gradient.from_score_tangent, moved, f"∂tS/∂{text(read)}")
-        parts.append(by_score(variant, "d_t_score") % f"{name}(MOVED)")
-    if gradient.from_weight is not None:
-        name = f"weight_by_{label}"
-        hook(name, gradient.from_weight, ", fg::VecF s", f"∂weight/∂{text(read)}")
-        parts.append(f"d_weight * {name}({pair}, safe)")
-    if gradient.from_weight_tangent is not None:
-        name = f"weight_tangent_by_{label}"
-        hook(name, gradient.from_weight_tangent, ", fg::VecF s, fg::VecF t_s", f"∂(t weight)/∂{text(read)}")
-        parts.append(by_score(variant, "d_t_weight") % f"{name}({pair}, safe, t_e)")
     sinks = []
     for arriving, name, part in (
         ("d_sink", f"sink_by_{label}", gradient.from_sink),
@@ -339,10 +319,10 @@ def _gradient(
         value=f"loss_by_{label}",
         sum=f"sum_by_{label}",
         total=f"total_by_{label}",
-        pair_code=" + ".join(parts) or None,
+        pair_code=pair_code,
         sink_code=" + ".join(sinks) or None,
         offset=offset,
-        comment=f"∂L/∂{text(gradient.read)}",
+        comment=f"∂L/∂{text(read)}",
     )
 
 
