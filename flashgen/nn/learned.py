@@ -16,11 +16,11 @@ from torch import Tensor
 
 from flashgen.analysis.differentiate import derivative
 from flashgen.diagnostics import quoted_list
-from flashgen.ir.expr import Expr, Literal, Load, Symbol, SymbolKind, literal, size, substitute, walk
+from flashgen.ir.expr import Expr, Literal, Load, Symbol, SymbolKind, size, substitute, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.op.conversion import as_number
 from flashgen.op.signature import TORCH_DTYPES
-from flashgen.reference.dense import constant_number
+from flashgen.reference.dense import constant_number, known_values
 
 # How a Parameter gets its values: a number, a tensor of its shape, or a function that fills it (``torch.nn.init``'s).
 Initial = float | Tensor | Callable[[Tensor], object]
@@ -58,7 +58,7 @@ def learned_values(
     ``initial`` replaces initial values by name. Raises ``ValueError`` for a name that is not owned, a tensor of another
     shape, a shape that is not one, and a param that nothing gives a value.
     """
-    known: dict[Expr, Expr] = {size(name): literal(value) for name, value in sizes.items()}
+    known = known_values(sizes)
     found = []
     for tensor in spec.tensors:
         extents = _extents(tensor, known)

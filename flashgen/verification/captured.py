@@ -31,7 +31,7 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim, Select
 from flashgen.ir.types import ElementType
 from flashgen.op.signature import TORCH_DTYPES
-from flashgen.reference.dense import constant_number
+from flashgen.reference.dense import constant_number, known_values
 from flashgen.reference.shard import Shard
 
 _KEPT_BY_NOISE = 0.75
@@ -47,7 +47,7 @@ def sizes_of(shape: Shape, head_dim: HeadDim) -> dict[str, int]:
 
 def tensor_shape(tensor: CapturedTensor, shape: Shape, head_dim: HeadDim) -> tuple[int, ...]:
     """The declared shape of a captured tensor at these sizes."""
-    sizes: dict[Expr, Expr] = {size(name): literal(value) for name, value in sizes_of(shape, head_dim).items()}
+    sizes = known_values(sizes_of(shape, head_dim))
     return tuple(int(constant_number(substitute(extent, sizes))) for extent in tensor.shape)
 
 

@@ -19,20 +19,14 @@ from torch import Tensor
 from flashgen.analysis.bounds import prove_indices
 from flashgen.analysis.index_checks import check_index
 from flashgen.ir.expr import (
-    Expr,
-    Literal,
-    Symbol,
-    SymbolKind,
-    literal,
     score_input,
-    size,
     substitute,
     walk,
 )
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ScalarType
-from flashgen.reference.dense import constant_number, param_values
+from flashgen.reference.dense import constant_number, known_values, param_values
 from flashgen.verification.captured import random_captured, realistic_captured, sizes_of, tensor_shape
 
 __all__ = ["Inputs", "accepts", "fitting", "random_inputs", "refusal", "scale_factor", "tensor_shape"]
@@ -141,12 +135,7 @@ def _size_of_elements(
 
 def scale_factor(spec: AttentionSpec, params: Mapping[str, float], sizes: Mapping[str, int]) -> float:
     """τ at these sizes and params."""
-    known: dict[Expr, Expr] = {size(name): literal(value) for name, value in sizes.items()}
-    values = param_values(spec, params, sizes)
-    for param in spec.params:
-        known[Symbol(param.type, name=param.name, kind=SymbolKind.PARAM)] = Literal(
-            param.type, value=values[param.name]
-        )
+    known = known_values(sizes, spec.params, param_values(spec, params, sizes))
     return float(constant_number(substitute(spec.scale, known)))
 
 
