@@ -90,7 +90,7 @@ def with_tangent(variant: Variant) -> Variant:
         gradients=(),
         kind=FORWARD_MODE,
         tangent=Tangent(
-            score=_sum(terms),
+            score=_sum_or_none(iter(terms)) or literal(0.0),
             weight=None if weights.weight is None else _sum_or_none(_by_reads(weights.weight, names)),
             sink=None if weights.sink is None else _sum_or_none(_by_reads(weights.sink, names)),
         ),
@@ -170,10 +170,6 @@ def _load_of(read: Load, names: Mapping[str, str]) -> Load:
 
 def _product(slope: Expr, tangent: Expr) -> Expr:
     return slope if slope == literal(0.0) else apply("mul", slope, tangent)
-
-
-def _sum(terms: list[Expr]) -> Expr:
-    return _sum_or_none(iter(terms)) or literal(0.0)
 
 
 def _sum_or_none(terms: Iterator[Expr]) -> Expr | None:

@@ -75,7 +75,9 @@ def check(
             }
         )
         if not as_json:
-            show_diagnostics(diagnostics, sources, err=_is_unread(diagnostics))
+            # Where there is no spec to say anything about, a file that cannot be read, it is wrong usage.
+            is_unread = any(each.code == "E001" for each in diagnostics)
+            show_diagnostics(diagnostics, sources, err=is_unread)
     if as_json:
         print_json({"files": everything, "errors": errors, "warnings": warnings})
     note(f"{_count(len(files), 'file')} checked: {_count(errors, 'error')}, {_count(warnings, 'warning')}")
@@ -91,11 +93,6 @@ def _answer_as_dict(answer: Answer) -> dict[str, object]:
         "refused": [diagnostic_as_dict(each) for each in answer.refused],
         "left_out": [diagnostic_as_dict(each) for each in answer.left_out],
     }
-
-
-def _is_unread(diagnostics: Sequence[Diagnostic]) -> bool:
-    """Whether there is no spec to say anything about: a file that cannot be read is wrong usage."""
-    return any(each.code == "E001" for each in diagnostics)
 
 
 def _count(number: int, what: str) -> str:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashgen.analysis.tiles import TileClass
 from flashgen.picture.mask import MaskPicture
-from flashgen.picture.plotting import pillow
 
 Color = tuple[int, int, int]
 
@@ -57,15 +55,8 @@ def size_of(picture: MaskPicture, longest: int) -> tuple[int, int]:
     return max(least, longest * q // max(q, k)), max(least, longest * k // max(q, k))
 
 
-def save_small(picture: MaskPicture, path: Path, longest: int = 112) -> None:
-    """A PNG without any text; the same bytes for the same picture and version of Pillow."""
-    image = pillow().fromarray(paint(picture, *size_of(picture, longest)))
-    image.putpalette(PALETTE.tobytes())
-    image.save(path, format="PNG", optimize=True)
-
-
 def png(pixels: NDArray[np.uint8]) -> bytes:
-    """A PNG of palette entries, [height, width], as notebooks take it: without Pillow, which may be missing."""
+    """A PNG of palette entries, [height, width], the same bytes for the same entries; it needs nothing but NumPy."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         body = kind + content

@@ -291,10 +291,8 @@ def _context(variant: Variant, plan: CpuPlan, symbol: str) -> _Context:
 
 def _heads_are_alike(spec: AttentionSpec) -> bool:
     """Whether nothing that a row is computed from depends on its head."""
-    roots = [spec.scale, spec.score, spec.mask, spec.weights.weight, spec.weights.sink]
-    roots += [None if spec.layout is None else spec.layout.keep]
-    nodes = walk(*(root for root in roots if root is not None))
-    return not any(isinstance(node, Symbol) and node.name in ("h", "hkv", "Hkv") for node in nodes)
+    names = ("h", "hkv", "Hkv")
+    return not any(isinstance(node, Symbol) and node.name in names for node in walk(*spec.expressions))
 
 
 def _lists(keep: Expr) -> tuple[str, ...]:

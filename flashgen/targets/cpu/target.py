@@ -32,9 +32,6 @@ class CpuTarget:
     family: ClassVar[str] = "cpu"
     ships_binaries: ClassVar[bool] = True
 
-    def with_sram(self, size: int) -> CpuTarget:
-        return CpuTarget(self.device.with_sram(size))
-
     def limits(self, variant: Variant) -> tuple[Diagnostic, ...]:
         return limits.limits(variant)
 
