@@ -127,17 +127,14 @@ def prove_indices(spec: AttentionSpec, head_dim: HeadDim) -> tuple[IndexProof, .
     )
 
 
-def known_symbols(head_dim: HeadDim, layout: Layout | None = None) -> dict[Expr, Expr]:
+def known_symbols(head_dim: HeadDim, layout: Layout | None) -> dict[Expr, Expr]:
     """What kernels have for symbols of a spec: D and Dv as numbers, I as i // block, J as j // block."""
     values: dict[Expr, Expr] = {size("D"): literal(head_dim.qk), size("Dv"): literal(head_dim.v)}
-    return values | ({} if layout is None else known_blocks(layout))
-
-
-def known_blocks(layout: Layout) -> dict[Expr, Expr]:
-    """The same of a layout alone."""
-    names = (("I", "i"), ("J", "j"))
-    blocks = {Symbol(ScalarType.INT, name=block, kind=SymbolKind.BLOCK): index(name) for block, name in names}
-    return {block: apply("floordiv", position, literal(layout.block)) for block, position in blocks.items()}
+    if layout is not None:
+        for block_name, index_name in (("I", "i"), ("J", "j")):
+            block = Symbol(ScalarType.INT, name=block_name, kind=SymbolKind.BLOCK)
+            values[block] = apply("floordiv", index(index_name), literal(layout.block))
+    return values
 
 
 def _roots(spec: AttentionSpec) -> Iterator[tuple[Expr, Expr]]:

@@ -21,11 +21,8 @@ from flashgen.analysis.range_program import Alternative, RangeProgram, range_pro
 from flashgen.analysis.range_values import Flags, Ints, Known, Ranges, RangeValues
 from flashgen.analysis.ranging import LoadRange
 from flashgen.analysis.tiles import Tile, TileClass, tile_ranges
-from flashgen.analysis.variant import over_positions
-from flashgen.ir.build import apply
 from flashgen.ir.expr import Expr, index
 from flashgen.ir.interval import IntRange
-from flashgen.ir.spec import Layout
 from flashgen.ir.types import ScalarType
 
 _Piece = tuple[int, int, int, int, int]  # the ends of i and of j, and how often it was cut
@@ -64,9 +61,8 @@ class Boxes:
         )
 
 
-def classify(keep: Expr, tile: Tile, layout: Layout | None = None, loads: LoadRange | None = None) -> TileClass:
-    """The class of a tile under ``keep`` and, where one is given, a layout that ``keep`` does not contain yet."""
-    keep = keep if layout is None else apply("and", keep, over_positions(layout))
+def classify(keep: Expr, tile: Tile, loads: LoadRange | None = None) -> TileClass:
+    """The class of a tile."""
     program = range_program(keep)
     return TileClass(_classes(program, RangeValues(program, dict(tile_ranges(tile)), loads), 1)[0])
 

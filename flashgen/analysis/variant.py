@@ -22,7 +22,7 @@ import math
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, replace
 
-from flashgen.analysis.bounds import IndexProof, known_blocks, known_symbols, prove_indices
+from flashgen.analysis.bounds import IndexProof, known_symbols, prove_indices
 from flashgen.analysis.differentiate import derivative, derivatives
 from flashgen.analysis.factors import factor_of_dot, gathered, is_of_launch
 from flashgen.analysis.levels import Level, level_of_indices
@@ -43,7 +43,7 @@ from flashgen.ir.expr import (
     substitute,
     walk,
 )
-from flashgen.ir.spec import AttentionSpec, HeadDim, Layout
+from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.weights import Weights
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.kind import Kind
@@ -294,11 +294,6 @@ def constant_factor(variant: Variant) -> float | None:
 def map_weights(weights: Weights, rule: _Rule) -> Weights:
     """The same weights with ``rule`` applied to their expression, a float."""
     return weights.mapped(lambda expression: rule(apply("to_float", expression)))
-
-
-def over_positions(layout: Layout) -> Expr:
-    """The condition of a layout on pairs of positions."""
-    return substitute(layout.keep, known_blocks(layout))
 
 
 def _captured_gradients(spec: AttentionSpec, score: Expr, weights: Weights) -> tuple[CapturedGradient, ...]:

@@ -142,8 +142,8 @@ def _as_dict(picture: MaskPicture) -> dict[str, object]:
 def _print(picture: MaskPicture) -> None:
     from rich.console import Console
 
-    from flashgen.picture.letters import letters
     from flashgen.picture.mask import caption
+    from flashgen.picture.paint import letters
 
     console = Console(highlight=False, soft_wrap=True)
     if max(picture.classes.shape) <= _MOST_NUMBERED:
@@ -163,7 +163,7 @@ def _print_numbered(console: Console, picture: MaskPicture) -> None:
     from rich.text import Text
 
     from flashgen.analysis.tiles import TileClass
-    from flashgen.picture.letters import LETTERS
+    from flashgen.picture.paint import LETTERS
 
     numbers = {place: number for number, place in enumerate(picture.order(), start=1)}
     width = max(3, len(str(len(numbers)))) + 1
@@ -196,7 +196,7 @@ def _print_blocks(console: Console, picture: MaskPicture) -> None:
 def _print_legend(console: Console) -> None:
     from rich.text import Text
 
-    from flashgen.picture.letters import LETTERS
+    from flashgen.picture.paint import LETTERS
 
     line = Text()
     for name, meaning in (("FULL", "every pair kept"), ("PARTIAL", "some kept"), ("EMPTY", "never visited")):

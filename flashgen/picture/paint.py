@@ -1,7 +1,8 @@
-"""A ``MaskPicture`` as pixels: one colour for each class, white where nothing is computed.
+"""A ``MaskPicture`` as pixels, one colour for each class, white where nothing is computed; and as letters.
 
 In: a ``MaskPicture`` and a size. Out: an array of palette entries; written as a PNG of a few kilobytes where the
-picture is small. Blue is kept, the darker the fewer comparisons it takes; sand is computed for nothing.
+picture is small. Blue is kept, the darker the fewer comparisons it takes; sand is computed for nothing. Letters
+are for terminals without colours.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flashgen.analysis.tiles import TileClass
-from flashgen.picture.mask import MaskPicture
+from flashgen.picture.mask import MaskPicture, coarser
 
 Color = tuple[int, int, int]
 
@@ -23,6 +25,7 @@ FULL: Color = (30, 77, 122)
 KEPT: Color = (79, 155, 217)  # in a PARTIAL tile
 MASKED: Color = (248, 222, 184)  # the same, not kept
 LEGEND = ((FULL, "FULL"), (KEPT, "PARTIAL, kept"), (MASKED, "PARTIAL, masked"), (EMPTY, "EMPTY, never visited"))
+LETTERS = MappingProxyType({"FULL": "█", "PARTIAL": "▒", "EMPTY": "·"})
 _SHADES = 15  # between MASKED and KEPT
 _LINE_FROM = 6  # pixels: cells of this size are told apart by lines
 
@@ -46,6 +49,20 @@ def paint(picture: MaskPicture, height: int, width: int) -> NDArray[np.uint8]:
         lines = _starts(cells[0])[:, None] | _starts(cells[1])[None, :]
         colors = np.where(lines, colors + len(_COLORS), colors)
     return colors.astype(np.uint8)
+
+
+def letters(picture: MaskPicture, width: int) -> list[str]:
+    """A line for each row of cells, two letters a cell; at most ``width`` letters and half as many lines."""
+    return [
+        "".join(2 * LETTERS[TileClass(number).name] for number in row) for row in reduced(picture.classes, width // 2)
+    ]
+
+
+def reduced(classes: NDArray[np.uint8], most: int) -> NDArray[np.uint8]:
+    """No more than ``most`` cells a side: cells that disagree are PARTIAL together."""
+    while max(classes.shape) > most:
+        classes = coarser(classes)
+    return classes
 
 
 def size_of(picture: MaskPicture, longest: int) -> tuple[int, int]:
