@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -27,16 +28,12 @@ def read_constant(text: str) -> tuple[str, Constant]:
         raise click.BadParameter(f"'{text}' is not NAME=VALUE, for example window=1024")
     if value in ("true", "false"):
         return name, value == "true"
-    for read in (_read_int, _read_float):
+    for read in (functools.partial(int, base=0), _read_float):
         try:
             return name, read(value)
         except ValueError:
             continue
     raise click.BadParameter(f"the value of '{name}' is '{value}', which is not a number, true or false")
-
-
-def _read_int(digits: str) -> int:
-    return int(digits, 0)
 
 
 def _read_float(digits: str) -> float:

@@ -7,6 +7,7 @@ nobody fixed) is an activation: the caller passes it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ def _initial_tensor(spec: AttentionSpec, tensor: CapturedTensor) -> Initial:
         return 0.0  # read by a sink or by weights alone
     if tensor.shape == (size("H"),) and any(_reads_positions(derivative(spec.score, read)) for read in reads):
         return _alibi_slopes
-    return _small_normal
+    return functools.partial(torch.nn.init.normal_, std=_BIAS_DEVIATION)
 
 
 def _reads_positions(expr: Expr) -> bool:
@@ -104,10 +105,6 @@ def _alibi_slopes(parameter: Tensor) -> None:
     """2^(-8 (h + 1) / H), as ALiBi has them where H is a power of two."""
     heads = parameter.shape[0]
     parameter.copy_(torch.exp2(-8.0 * torch.arange(1, heads + 1) / heads))
-
-
-def _small_normal(parameter: Tensor) -> None:
-    parameter.normal_(0.0, _BIAS_DEVIATION)
 
 
 def _initial_param(param: Param, known: Mapping[Expr, Expr]) -> Initial:

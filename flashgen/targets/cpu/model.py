@@ -47,9 +47,9 @@ def buffers(variant: Variant, products: Products, name: str, Br: int, Bc: int, l
         case _:
             sizes = (_matrix_forward if is_forward else _matrix_backward)(variant, products.parts, Br, Bc, lanes)
             rows = _matrix_padded(variant, Br, Bc)[2]
-    if name == "jvp":  # a row's state has one number more
+    if name == "jvp":  # the state of a row has one number more
         sizes = _with_tangents(sizes, FLOAT * rows)
-    elif name == "jvp_backward":  # dO has none; t(lse) and epsilon of each row
+    elif name == "jvp_backward":  # dO has no tangent; the state of a row has t(lse) and epsilon, too
         sizes = _with_tangents(sizes, FLOAT * 2 * rows) | {"dO, tangents": 0, "captured gradients, tangents": 0}
     return {name: size for name, size in sizes.items() if size}
 

@@ -25,7 +25,7 @@ from flashgen.targets.cpu.tiles import CpuPlan
 def plan_cpu(variant: Variant, device: Cpu, pins: Pins = PLANNERS_OWN) -> CpuPlan:
     """The plan, with tiles that were tuned in the place of the planner's own. Raises ``SpecError``.
 
-    Of a variant with a tangent that of forward mode, or of its backward pass.
+    A variant with a tangent has the plan of forward mode, or that of the backward pass of forward mode.
     """
     chosen = _plan(variant, device)
     if pins.is_empty:

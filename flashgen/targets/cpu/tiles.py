@@ -19,8 +19,8 @@ _MACROS = {"forward": "", "jvp": "", "backward": "BACKWARD_", "jvp_backward": "B
 class CpuPlan(Plan):
     """The decisions for one head dimension on the CPU of this name: the ``tiles`` of each pass, by how it multiplies.
 
-    Forward mode, and its backward pass, is a plan of its own, and a library, whose macros are those of the forward
-    pass, or of the backward pass.
+    Forward mode has a plan and a library of its own, whose macros are those of the forward pass. So has the backward
+    pass of forward mode, whose macros are those of the backward pass.
     """
 
     device: str
