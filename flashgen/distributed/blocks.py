@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashgen.analysis.boxes import EMPTY, FULL, Boxes, classify_boxes
+from flashgen.analysis.boxes import Boxes, classify_boxes
 from flashgen.analysis.selection import read_of_calls, selection_of
-from flashgen.analysis.tiles import loads_of
+from flashgen.analysis.tiles import TileClass, loads_of
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.ir.expr import Load, Symbol, SymbolKind, index_set, walk
 from flashgen.ir.shape import Shape
@@ -164,10 +164,10 @@ def _shares(mask: Mask, place: tuple[int, int], q: _Spans, k: _Spans) -> NDArray
         )
         classes = classify_boxes(mask.variant.keep, boxes, loads_of(mask.tensors))
         single = (r1 - r0 == 1) & (c1 - c0 == 1)
-        found[r0[single], c0[single]] = np.select([classes == EMPTY, classes == FULL], [0.0, 1.0], 0.5)[single]
-        for x0, x1, y0, y1 in np.stack([r0, r1, c0, c1], 1)[~single & (classes == FULL)].tolist():
+        found[r0[single], c0[single]] = classes[single] / TileClass.FULL  # of a PARTIAL one half
+        for x0, x1, y0, y1 in np.stack([r0, r1, c0, c1], 1)[~single & (classes == TileClass.FULL)].tolist():
             found[x0:x1, y0:y1] = 1.0
-        left = ~single & (classes != EMPTY) & (classes != FULL)
+        left = ~single & (classes != TileClass.EMPTY) & (classes != TileClass.FULL)
         r0, r1, c0, c1 = r0[left], r1[left], c0[left], c1[left]
         across = r1 - r0 >= c1 - c0
         middle = np.where(across, (r0 + r1) // 2, (c0 + c1) // 2)
@@ -195,7 +195,7 @@ def kept_of_pairs(mask: Mask, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDA
             params=mask.params,
         )
         classes = classify_boxes(mask.variant.keep, boxes, loads_of(mask.tensors))
-        total += np.where(classes == EMPTY, 0.0, np.where(classes == FULL, 1.0, 0.5))
+        total += np.where(classes == TileClass.EMPTY, 0.0, np.where(classes == TileClass.FULL, 1.0, 0.5))
     return np.where(some, total / max(len(pairs), 1), 0.0)
 
 

@@ -16,8 +16,8 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.op.narrowing import Narrowing
 from flashgen.picture.html import of_mask
-from flashgen.picture.letters import letters
 from flashgen.picture.mask import MaskPicture, caption, mask_picture
+from flashgen.picture.paint import letters
 
 _WIDTH = 64
 
