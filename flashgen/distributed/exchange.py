@@ -272,41 +272,25 @@ def is_under_ddp(group: Group) -> bool:
     return len(set(own) & set(dist.get_process_group_ranks(module.process_group))) > 1
 
 
-class _Gather(torch.autograd.Function):
-    """Rows of all ranks in the order of positions; the gradient is that of the own rows."""
+class _Shard(torch.autograd.Function):
+    """The own rows of what every rank has, or the rows of all, ascending: each is the gradient of the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, positions: Sequence[Tensor], rank: int, group: Group) -> Tensor:
-        ctx.rest = dim, positions, rank, group
-        return _whole(x, dim, positions, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return sliced(*gradients, *ctx.rest), None, None, None, None
-
-
-class _Slice(torch.autograd.Function):
-    """The own rows of what every rank has; the gradient is that of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, positions: Sequence[Tensor], rank: int, group: Group) -> Tensor:
-        ctx.rest = dim, positions, rank, group
-        return x.index_select(dim, positions[rank].to(x.device))
+    def forward(
+        ctx: Any, x: Tensor, gathers: bool, dim: int, positions: Sequence[Tensor], rank: int, group: Group
+    ) -> Tensor:
+        ctx.gathers, ctx.rest = gathers, (dim, positions, rank, group)
+        return _whole(x, dim, positions, group) if gathers else x.index_select(dim, positions[rank].to(x.device))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gathered(*gradients, *ctx.rest), None, None, None, None
+        (d,) = gradients
+        return shard(d, not ctx.gathers, *ctx.rest), None, None, None, None, None
 
 
-def gathered(x: Tensor, dim: int, positions: Sequence[Tensor], rank: int, group: Group) -> Tensor:
-    """``x`` of every rank, whole."""
-    found: Tensor = _Gather.apply(x, dim % x.dim(), positions, rank, group)  # type: ignore[no-untyped-call]
-    return found
-
-
-def sliced(x: Tensor, dim: int, positions: Sequence[Tensor], rank: int, group: Group) -> Tensor:
-    """The rows of ``x`` that a rank holds."""
-    found: Tensor = _Slice.apply(x, dim % x.dim(), positions, rank, group)  # type: ignore[no-untyped-call]
+def shard(x: Tensor, gathers: bool, dim: int, positions: Sequence[Tensor], rank: int, group: Group) -> Tensor:
+    """The rows of ``x`` that a rank holds; or, where it ``gathers``, ``x`` of every rank, whole."""
+    found: Tensor = _Shard.apply(x, gathers, dim % x.dim(), positions, rank, group)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashgen.distributed.blocks import MOST_BLOCKS, Mask, Span, cuts, kept, kept_of_pairs, mask_of, read_by
-from flashgen.distributed.exchange import Group, check_member, gathered, sliced
-from flashgen.distributed.needs import Held, joined, needs_of
+from flashgen.distributed.exchange import Group, check_member, shard
+from flashgen.distributed.needs import Held, joined, length, needs_of
 from flashgen.ir.expr import Symbol
 from flashgen.op.checks import check_captured
 from flashgen.op.conversion import param_argument, tensor_argument
@@ -80,7 +80,7 @@ class Partition:
     @property
     def lengths(self) -> tuple[int, ...]:
         """How many positions each rank holds."""
-        return tuple(sum(stop - start for start, stop in own) for own in self.spans)
+        return tuple(map(length, self.spans))
 
     @property
     def imbalance(self) -> float:
@@ -106,13 +106,13 @@ class Partition:
             if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < self.world:
                 raise ValueError(f"'rank' is {rank!r}; one of {self.world} ranks is expected, 0 the first")
             return x.index_select(dim, self.positions(rank).to(x.device))
-        return sliced(x, dim, [self.positions(n) for n in range(self.world)], self._own(group), group)
+        return shard(x, False, dim, [self.positions(n) for n in range(self.world)], self._own(group), group)
 
     def gather(self, x: Tensor, dim: int = 2, group: Group = None) -> Tensor:
         """The whole of a tensor of which every rank has its rows, on every rank. Differentiable: each gets its own."""
         rank = self._own(group)
         self._check(x, dim, self.lengths[rank], f"x of rank {rank}")
-        return gathered(x, dim, [self.positions(n) for n in range(self.world)], rank, group)
+        return shard(x, True, dim, [self.positions(n) for n in range(self.world)], rank, group)
 
     def _own(self, group: Group) -> int:
         if not dist.is_initialized():

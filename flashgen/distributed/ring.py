@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashgen.distributed.blocks import Span
+from flashgen.distributed.blocks import Span, moved
 from flashgen.distributed.exchange import Flight, Group, once, post
 from flashgen.distributed.partial import Closed, Partial, Rows, Where
 from flashgen.distributed.pieces import Keys, Pieces, RowForm, taken
@@ -58,8 +58,7 @@ class Walk:
 
     def place(self, q_start: int, kv_start: int) -> Where:
         """Of a call of some rows and keys."""
-        at = self.where
-        return Where(q_start, kv_start, at.b_start, at.h_start, at.q_total, at.kv_total, at.b_total, at.h_total)
+        return self.where._replace(q_start=q_start, kv_start=kv_start)
 
 
 class _Forward:
@@ -101,7 +100,7 @@ class _Forward:
         else:
             if n not in self._seen:
                 self._seen[n] = partial.begin(_rows(self.tensors[0], of.rows), v)
-            partial.add_to(self._seen[n], slice(*_within(of.rows, unit.rows)), own, where)
+            partial.add_to(self._seen[n], slice(*moved(unit.rows, -of.rows[0])), own, where)
 
     def _close(self) -> None:
         """What was computed in parts, or sees no key."""
@@ -254,7 +253,7 @@ class _Backward:
         found = partial.gradients(d_o, d_lse, (wide_o, lse, parts), own, where, self.needs, walk.deterministic)
         d_q, d_k, d_v = (x.to(self.wide) for x in found[:3])
         total = self._d_q_parts.setdefault(unit.segment, Total(of.rows[1] - of.rows[0]))
-        total.add(_within(of.rows, unit.rows), (d_q,))
+        total.add(moved(unit.rows, -of.rows[0]), (d_q,))
         return (d_k, d_v), found[3:]
 
     def _add_foreign(self, rows: Tensor | None, each: Round, unit: Unit, both: Parts) -> Tensor:
@@ -275,8 +274,8 @@ class _Backward:
         rows = foreign
         if rows is None:
             rows = self.tensors[1].new_zeros((each.foreign, self.form.width), dtype=self.wide)
-        sent = [(x.rank, taken(rows, x.foreign)) for x in each.received]
-        parts = tuple((x.own, rows.new_empty((_count(x.own), self.form.width))) for x in each.sent)
+        sent = [(x.rank, taken(rows, x.gradients)) for x in each.received]
+        parts = tuple((x.gradients, rows.new_empty((x.count, self.form.width))) for x in each.sent)
         coming = [(x.rank, part) for x, (_, part) in zip(each.sent, parts, strict=True)]
         return Going(post(sent, coming, self.walk.group, f"gradients of round {number}"), parts)
 
@@ -340,12 +339,3 @@ def _closed_at(closed: Closed, rows: Span) -> Closed:
     """o, lse and its parts of some rows."""
     o, lse, parts = closed
     return _rows(o, rows), None if lse is None else _rows(lse, rows), None if parts is None else _rows(parts, rows)
-
-
-def _within(segment: Span, rows: Span) -> Span:
-    """The same rows, counted from the first of a segment."""
-    return rows[0] - segment[0], rows[1] - segment[0]
-
-
-def _count(which: Which) -> int:
-    return len(which) if isinstance(which, Tensor) else which[1] - which[0]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flashgen.distributed.blocks import Span
+from flashgen.distributed.blocks import Span, moved
 from flashgen.distributed.rounds import Which
 from flashgen.distributed.segments import overlaps
 
@@ -55,8 +55,8 @@ def steps_of(spans: tuple[Span, ...], length: int) -> Steps:
         for span in overlaps((at,), known):
             place, base, rows = next(each for each in bases if each[0][0] <= span[0] and span[1] <= each[0][1])
             first = rows[0] + span[0] - place[0]
-            added.append((base, (first, first + span[1] - span[0]), number, _within(at, span)))
-        bases += [(gap, number, _within(at, gap)) for gap in gaps_of(at, known)]
+            added.append((base, (first, first + span[1] - span[0]), number, moved(span, -at[0])))
+        bases += [(gap, number, moved(gap, -at[0])) for gap in gaps_of(at, known)]
     gaps = gaps_of((0, length), sorted(span for span, _, _ in bases))
     return Steps(*_with_last(added, bases), tuple(gaps))
 
@@ -75,19 +75,15 @@ def _with_last(
                 continue
             if overlaps(free, (span,)) == [span]:
                 before.remove(step)
-                placed.append(Placed(base, span, _moved(span, shift), (number, own)))
+                placed.append(Placed(base, span, moved(span, shift), (number, own)))
                 left = _without(left, span)
             free = _without(free, span)
-        placed += [Placed(base, each, _moved(each, shift), None) for each in left]
+        placed += [Placed(base, each, moved(each, shift), None) for each in left]
     return tuple(before), tuple(placed)
 
 
 def _without(spans: Sequence[Span], span: Span) -> list[Span]:
     return [part for each in spans for part in gaps_of(each, overlaps((each,), (span,)))]
-
-
-def _moved(span: Span, shift: int) -> Span:
-    return span[0] + shift, span[1] + shift
 
 
 class Total:
@@ -145,8 +141,3 @@ def gaps_of(whole: Span, known: Sequence[Span]) -> list[Span]:
     """What ascending spans leave of one."""
     ends = [whole[0], *(end for span in overlaps((whole,), known) for end in span), whole[1]]
     return [(ends[n], ends[n + 1]) for n in range(0, len(ends), 2) if ends[n] < ends[n + 1]]
-
-
-def _within(segment: Span, rows: Span) -> Span:
-    """The same rows, counted from the first of a segment."""
-    return rows[0] - segment[0], rows[1] - segment[0]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from flashgen.kinds.dense import DENSE
 from flashgen.op.dtensor_axes import DENSE_AXES, RAGGED_AXES, STARTS, axis_of, heads_of, part_of
-from flashgen.op.dtensor_captured import Indexed, is_told_by_tensors_alone, sharded_dims
+from flashgen.op.dtensor_captured import indexed, is_told_by_tensors_alone, sharded_dims
 from flashgen.op.layouts import layout_like
 from flashgen.op.registered import Registered
 
@@ -89,7 +89,7 @@ def spread_of(op: Registered, tensors: Sequence[Any], numbers: Sequence[Any]) ->
     ends = {axis: given[f"{STARTS[axis]}_total"] for axis in lies.q}
 
     whole = {axis for axis in lies.q if begins[axis] == 0 and ends[axis] in (None, extents[axis])}
-    captured = [Indexed.of(spec, each) for each in spec.tensors]
+    captured = [indexed(spec, each) for each in spec.tensors]
     sharded = [
         sharded_dims(each, x, extents, along, whole, shares_heads=heads.are_shared)
         for each, x in zip(captured, tensors[3:], strict=False)
@@ -128,7 +128,7 @@ def spread_of(op: Registered, tensors: Sequence[Any], numbers: Sequence[Any]) ->
             next((Shard(dim) for dim, axis in dims.items() if axis == own_axis), Replicate()) for own_axis in along
         )
         parts = []
-        for dim, name in each.exact.items():
+        for dim, name in each.items():
             axis = "h" if name == "hkv" else name
             if axis in along:
                 everything, mine = range(x.shape[dim]), own[name]

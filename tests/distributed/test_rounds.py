@@ -121,7 +121,7 @@ def test_what_is_sent_is_what_is_received(name: str) -> None:
         plans: list[Rounds] = [rounds_of(needs, held, rank, at_once=at_once) for rank in range(3)]
         for number in range(1, len(plans[0].rounds)):
             sent = [
-                (rank, each.rank, _count(each.packed)) for rank in range(3) for each in plans[rank].rounds[number].sent
+                (rank, each.rank, _count(each.keys)) for rank in range(3) for each in plans[rank].rounds[number].sent
             ]
             taken = [(each.rank, rank, each.count) for rank in range(3) for each in plans[rank].rounds[number].received]
             assert sorted(sent) == sorted(taken)
