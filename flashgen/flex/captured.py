@@ -12,6 +12,7 @@ import dis
 import enum
 import functools
 import math
+import operator
 import os
 import sys
 import sysconfig
@@ -34,8 +35,7 @@ _PACKAGES = frozenset(("flashgen", "numpy", "torch"))
 _PYTHONS = (Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("platstdlib")), Path(os.__file__).parent)
 _PYTHONS_FOLDERS = tuple(f"{each}{os.sep}" for folder in _PYTHONS for each in spellings(folder))
 _FOLDERS = (*NOT_THE_USERS, *spellings(Path(np.__file__).parent), *_PYTHONS_FOLDERS)
-# Modules of ours and of PyTorch's whose closures hold mods of the user's.
-_COMPOSING = frozenset((f"{__package__}.masks", "torch.nn.attention.flex_attention"))
+_COMPOSING = "torch.nn.attention.flex_attention"  # whose closures hold mods of the user's
 # What tells a number that is lifted from a plain one, or changes what is captured.
 _UNLIFTABLE_NAMES = frozenset(
     ("type", "id", "globals", "locals", "eval", "exec", "vars", "setattr", "delattr", "__import__")
@@ -171,7 +171,7 @@ def _parts(value: Any) -> Parts | None:
 
 
 def _function_parts(function: FunctionType) -> Parts | None:
-    if _is_of_library(function) and function.__module__ not in _COMPOSING:
+    if _is_of_library(function) and function.__module__ != _COMPOSING:
         return None
     code = function.__code__
     names, values = [*code.co_freevars], [content_of(cell) for cell in function.__closure__ or ()]
@@ -204,7 +204,7 @@ def content_of(cell: CellType) -> Any:
 def is_settled(value: Any) -> bool:
     """Whether a captured value is the same as long as it is the same object, and no mod of the user's."""
     if isinstance(value, (ModuleType, FunctionType)):
-        return _is_of_library(value) and getattr(value, "__module__", None) not in _COMPOSING
+        return _is_of_library(value) and getattr(value, "__module__", None) != _COMPOSING
     return _number_of(value) is not None or _is_constant(value)
 
 
@@ -415,32 +415,10 @@ class Attributes:
             return object.__getattribute__(self, "_lifting").lifted(method)(self, *args, **kwargs)
         return target(*args, **kwargs)
 
-    def __bool__(self) -> bool:
-        return bool(object.__getattribute__(self, "_target"))
 
-    def __repr__(self) -> str:
-        return repr(object.__getattribute__(self, "_target"))
+def _passed_on(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args: function(object.__getattribute__(self, "_target"), *args)
 
-    def __str__(self) -> str:
-        return str(object.__getattribute__(self, "_target"))
 
-    def __format__(self, form: str) -> str:
-        return format(object.__getattribute__(self, "_target"), form)
-
-    def __getitem__(self, key: Any) -> Any:
-        return object.__getattribute__(self, "_target")[key]
-
-    def __len__(self) -> int:
-        return len(object.__getattribute__(self, "_target"))
-
-    def __iter__(self) -> Any:
-        return iter(object.__getattribute__(self, "_target"))
-
-    def __contains__(self, key: Any) -> bool:
-        return key in object.__getattribute__(self, "_target")
-
-    def __eq__(self, other: object) -> Any:
-        return object.__getattribute__(self, "_target") == other
-
-    def __hash__(self) -> int:
-        return hash(object.__getattribute__(self, "_target"))
+for _function in (bool, repr, str, format, len, iter, hash, operator.getitem, operator.contains, operator.eq):
+    setattr(Attributes, f"__{_function.__name__}__", _passed_on(_function))

@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from flashgen.flex.numbers import evaluate
 from flashgen.flex.shapes import Extents, Shapes, Sizes, declared, fits
 from flashgen.flex.specs import Shell, differentiable, make_spec, plain_names
 from flashgen.flex.tracing import Mod, Trace, Traced, trace
-from flashgen.flex.unchanged import Unchanged, looked_at
+from flashgen.flex.unchanged import Unchanged, held, looked_at
 from flashgen.flex.values import readable
 from flashgen.ir.interval import INT_MAX, INT_MIN
 from flashgen.ir.spec import HeadDim
@@ -65,10 +65,6 @@ def bind(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> B
     return found
 
 
-def _held(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple([weakref.ref(x) if isinstance(x, Tensor) else x for x in values])
-
-
 def _alive(held: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple([x() if type(x) is weakref.ref else x for x in held])
 
@@ -86,9 +82,8 @@ def _know(key: Hashable, score_mod: Mod | None, mask_mod: Mod | None, found: Bou
         known.pop(key, None)
 
     mods = tuple(None if mod is None else weakref.ref(mod, forget) for mod in (score_mod, mask_mod))
-    trace = replace(found.trace, tensors=(), params=(), mods=(None, None))
-    held = Bound(trace, _held(found.tensors), _held(found.params), found.calls)
-    _KNOWN[key] = _Known(mods, unchanged, held)
+    kept = Bound(found.trace.alone(), tuple(map(held, found.tensors)), tuple(map(held, found.params)), found.calls)
+    _KNOWN[key] = _Known(mods, unchanged, kept)
 
 
 def keep(bound: Bound, call: Hashable, found: Any) -> None:
@@ -139,7 +134,7 @@ def _is_of_type(value: object, scalar: ScalarType) -> bool:
 def _remember(signature: Hashable, found: Trace) -> None:
     """Keep the trace without the tensors of its first call."""
     traces = _TRACES.setdefault(signature, [])
-    traces.insert(0, Trace(**{**found.__dict__, "tensors": (), "params": (), "mods": (None, None)}))
+    traces.insert(0, found.alone())
     del traces[_MOST_TRACES:]
     _TRACES.move_to_end(signature)
     while len(_TRACES) > _MOST_SIGNATURES:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ from flashgen.flex.dispatch import dispatch
 from flashgen.flex.indexing import index, lengths
 from flashgen.flex.numbers import Guards, Host, Recipe, as_number, settled
 from flashgen.flex.places import border, calling_function, refuse, refuse_at, refuse_raised
-from flashgen.flex.refusals import DECISIONS, INSTEAD, refuse_unknown
+from flashgen.flex.refusals import DECISIONS, refuse_decision, refuse_unknown
 from flashgen.flex.stand_ins import Symbolic, flat, mapped, watched
 from flashgen.flex.values import FLOAT, Session, Value, convert
 from flashgen.ir.expr import Expr, score_input
@@ -81,7 +81,10 @@ class Trace:
     leaves: tuple[int | None, ...]
     recipes: tuple[Recipe, ...]
     guards: tuple[tuple[Recipe, Host], ...]
-    mods: tuple[Mod | None, Mod | None]
+
+    def alone(self) -> Trace:
+        """The same for later calls, which keeps no values alive."""
+        return replace(self, tensors=(), params=())
 
 
 def trace(score_mod: Mod | None, mask_mod: Mod | None, captured: Captured, device: torch.device) -> Trace:
@@ -132,7 +135,6 @@ def _trace(
         tuple(each.leaf for each in session.tensors),
         recipes,
         tuple(guards.told.items()),
-        (score_mod, mask_mod),
     )
 
 
@@ -286,9 +288,7 @@ class _Watch(TorchFunctionMode):
     def _check(self, name: str, x: object, *, alone: bool) -> None:
         """Refuse what a mod cannot ask of a value."""
         if name in DECISIONS and not (name in _OF_DIMENSIONS and isinstance(x, Tensor) and x.dim() > 0):
-            hint = INSTEAD.get(name, "")
-            message = f"{DECISIONS[name]} asks for a value that is known to the kernel alone, one for each pair"
-            refuse("E601", message, hints=(hint,) if hint else ())
+            refuse_decision(name)
         if name == "__setitem__":
             refuse_unknown(name)
         if name == "type" and alone:
