@@ -32,7 +32,7 @@ def autocast(op: AttentionOp, *tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def check_rows(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, backend: str) -> None:
+def check_call(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, backend: str) -> None:
     """Raise ``TypeError`` and ``ValueError`` for what is no dense call on a group of this backend."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_one(name, x, q, backend)

@@ -37,6 +37,9 @@ _COARSE = 32  # of these along queries, and along keys
 _MOST_HEADS = 64  # pairs of b and h; where masks have more, nothing is known of b and h beyond these
 
 
+_variant = functools.lru_cache(maxsize=64)(analyse)
+
+
 @dataclass(frozen=True)
 class Mask:
     """A mask of one call: sizes of the whole by name, and the values of what it reads."""
@@ -98,11 +101,6 @@ def read_by(spec: AttentionSpec, head_dim: HeadDim) -> tuple[frozenset[str], fro
     tensors = read_of_calls(spec, (node.tensor for node in nodes if isinstance(node, Load)))
     params = {node.name for node in nodes if isinstance(node, Symbol) and node.kind is SymbolKind.PARAM}
     return frozenset(tensors), frozenset(params)
-
-
-@functools.lru_cache(maxsize=64)
-def _variant(spec: AttentionSpec, head_dim: HeadDim) -> Variant:
-    return analyse(spec, head_dim)
 
 
 def cuts(start: int, stop: int, parts: int) -> list[Span]:

@@ -246,8 +246,6 @@ class ContextParallel:
             plan = rounds_of(call.needs, held, line, at_once=at_once, device=tensors[0].device, pace=call.pace)
             batch, N = call.sizes.batch, call.total
             where = Where(0, 0, 0, heads[0], N, N, batch, heads[1])
-            walk = call.walks[key] = Walk(
-                self._partial, held[line], plan, topology.by_keys, where, repeatable,
-                keeps=at_once or call.needs.are_few(held),
-            )  # fmt: skip
+            keeps = at_once or call.needs.are_few(held)
+            walk = call.walks[key] = Walk(self._partial, plan, topology.by_keys, where, repeatable, keeps)
         return walk.attend(tuple(tensors))

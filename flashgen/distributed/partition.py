@@ -224,7 +224,7 @@ def dealt(mask: Mask, length: int, world: int, method: str = "balanced") -> Part
         return _made(length, blocks, weights, _by_weight(weights, world, len(blocks)), world)
     parts = {"contiguous": 1, "head_tail": 2}.get(method)
     if parts is not None:
-        blocks = _padded(cuts(0, length, parts * world), parts * world)
+        blocks = _equal(length, parts * world)
         return _made(length, blocks, work_of(mask, length, blocks), _in_mirror(world, parts), world)
     work = functools.partial(work_of, mask, length)
     return (_runs if method == "runs" else _balanced)(length, world, work)
@@ -269,7 +269,7 @@ def _balanced(length: int, world: int, work: Callable[[Sequence[Span]], list[flo
     Those of one run a rank may differ in length, as far as ``_LONGEST`` says: fewer keys travel, in fewer calls.
     """
     most = _MOST_PARTS if length >= _MOST_PARTS * world else 1
-    finest = _padded(cuts(0, length, most * world), most * world)
+    finest = _equal(length, most * world)
     weights = work(finest)
     best: Partition | None = None
     parts = 1
@@ -299,8 +299,7 @@ def _balanced(length: int, world: int, work: Callable[[Sequence[Span]], list[flo
 
 def _runs(length: int, world: int, work: Callable[[Sequence[Span]], list[float]]) -> Partition:
     """One run a rank."""
-    count = max(_FINE * world, _FINEST)
-    blocks = _padded(cuts(0, length, count), count)
+    blocks = _equal(length, max(_FINE * world, _FINEST))
     weights = work(blocks)
     return _made(length, blocks, weights, _in_runs(weights, world), world)
 
@@ -320,10 +319,10 @@ def _without_heavy(
     return [span for span, _ in found], [weight for _, weight in found]
 
 
-def _padded(spans: Sequence[Span], world: int) -> list[Span]:
-    """As many spans as ranks; the last ones are empty where there are fewer positions."""
-    end = spans[-1][1] if spans else 0
-    return [*spans, *[(end, end)] * (world - len(spans))]
+def _equal(length: int, count: int) -> list[Span]:
+    """As many spans as asked for; the last ones are empty where there are fewer positions."""
+    spans = cuts(0, length, count)
+    return [*spans, *[(length, length)] * (count - len(spans))]
 
 
 def _in_mirror(world: int, parts: int) -> list[int]:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from flashgen.distributed.agreement import Given, Told, agree
-from flashgen.distributed.arguments import check_rows, described, refuse_distributed, worded
+from flashgen.distributed.arguments import check_call, described, refuse_distributed, worded
 from flashgen.distributed.blocks import mask_of, read_by
 from flashgen.distributed.choice import Choice, Sizes, choice_of, method_text, pace_of, predicted
 from flashgen.distributed.exchange import backend_of
-from flashgen.distributed.marks import Mark, mark_of
 from flashgen.distributed.needs import Held, Needs, length, needs_of
 from flashgen.distributed.partition import Partition, in_order
 from flashgen.distributed.ring import Walk
@@ -31,9 +30,12 @@ from flashgen.op.checks import check_captured, check_device
 from flashgen.op.op import AttentionOp
 from flashgen.op.per_sequence import check_numbers
 from flashgen.op.plain import check_tensors
+from flashgen.op.same import Same
 
 _MOST_MARKED = 8  # calls that are remembered
 
+# Equal for calls of the same shapes whose masks read the same, so that what follows from them need not be found again.
+Mark = tuple[object, ...]
 # q, k and v of a dense call, and its options.
 Call = tuple[tuple[Tensor, ...], Mapping[str, Any]]
 
@@ -90,7 +92,6 @@ class Preparation:
         self._op, self._setting, self._topology = setting.op, setting, setting.topology
         self._given: deque[tuple[Mark, Given]] = deque(maxlen=_MOST_MARKED)
         self._known: deque[tuple[tuple[Mark, list[Told]], Known]] = deque(maxlen=_MOST_MARKED)
-        self._reads: dict[tuple[int, int], frozenset[str]] = {}  # what the mask reads, by head dimension
 
     @property
     def remembered(self) -> int:
@@ -108,16 +109,26 @@ class Preparation:
         return known, told.tensors
 
     def _mark(self, tensors: Sequence[Any], options: Mapping[str, Any]) -> Mark | None:
-        dims = (tensors[0].shape[-1], tensors[2].shape[-1])
-        reads = self._reads.get(dims)
-        if reads is None:
-            reads = self._reads[dims] = frozenset().union(*read_by(self._op.spec, HeadDim(*dims)))
-        found = mark_of(tensors, self._op.signature.names, reads)
-        if found is None or not self._setting.check:
-            return found
-        flag = torch.is_grad_enabled()
-        grads = tuple(flag and isinstance(x, Tensor) and x.requires_grad for x in tensors)
-        return (*found, grads, tuple(worded(value, flag) for value in options.values()))
+        """Of the operator's tensors; None: nothing is known of one.
+
+        A tensor on a device is known by itself and by PyTorch's count of what was written to it: to compare what it
+        holds, the host would have to wait for it.
+        """
+        reads = frozenset().union(*read_by(self._op.spec, HeadDim(tensors[0].shape[-1], tensors[2].shape[-1])))
+        found: list[object] = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in tensors]
+        for name, x in zip(self._op.signature.names, tensors[3:], strict=False):
+            if isinstance(x, Tensor) and name in reads:
+                if x.is_cpu and x.dim() == 0:  # a param, which is another tensor each time
+                    found.append(x.item())
+                elif x.is_inference():  # nobody counts what is written to it
+                    return None
+                else:
+                    found.append(Same(x))
+        if self._setting.check:
+            flag = torch.is_grad_enabled()
+            found += [flag and isinstance(x, Tensor) and x.requires_grad for x in tensors]
+            found += [worded(value, flag) for value in options.values()]
+        return tuple(found)
 
     def tell(self, call: Callable[[], Call], seed: Any, captured: Mapping[str, Any]) -> Agreed:
         """What ranks tell each other where they ask. What ``call`` raises, every rank does."""
@@ -128,7 +139,7 @@ class Preparation:
             (q, k, v), options = call()
             first: object = q  # which is checked next
             kind = first.device.type if isinstance(first, Tensor) else "cpu"
-            check_rows(spec, q, k, v, backend_of(self._topology.whole, kind))
+            check_call(spec, q, k, v, backend_of(self._topology.whole, kind))
             rows = q.shape[2] if partition is None else length(partition.spans[self._topology.rank])
             if q.shape[2] != rows:
                 raise ValueError(f"'q' has {q.shape[2]} rows; the partition says {rows} ({partition})")
@@ -193,18 +204,16 @@ class Preparation:
             rows_of_all = self._topology.world * q.shape[2]
             shape = Shape(q.shape[0], q.shape[1], k.shape[1], rows_of_all, rows_of_all)
             nanoseconds = int(1e9 * predicted(spec, head_dim, shape, q.device))
-        return Given(
-            op=self._op.name,
-            method=method_text(setting.method),
-            partition=str(setting.partition and setting.partition.spans),
-            q=described(q, flag),
-            k=described(k, flag),
-            v=described(v, flag),
-            captured=", ".join(f"{name} {worded(value, flag)}" for name, value in values),
-            options=", ".join(f"{name} {worded(value, flag)}" for name, value in options.items()),
-            mask=mask_of(spec, head_dim, rows, captured).key,
-            told=Told(q.shape[2], self._seed_of(tensors), nanoseconds),
-        )
+        said = {
+            "the op": self._op.name,
+            "'method'": method_text(setting.method),
+            "'partition'": str(setting.partition and setting.partition.spans),
+            **{f"'{name}'": described(x, flag) for name, x in zip("qkv", (q, k, v), strict=True)},
+            "captured values": ", ".join(f"{name} {worded(value, flag)}" for name, value in values),
+            "options": ", ".join(f"{name} {worded(value, flag)}" for name, value in options.items()),
+            "what the mask reads": mask_of(spec, head_dim, rows, captured).key,
+        }
+        return Given(said, Told(q.shape[2], self._seed_of(tensors), nanoseconds))
 
     def _known_of(self, held: Held, said: Sequence[Told], tensors: tuple[Any, ...]) -> Known:
         """Raises what every rank finds wrong alike."""

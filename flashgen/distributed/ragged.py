@@ -133,7 +133,7 @@ def attend_pieces(
         where = Where(0, 0, each.number, 0, N, N, batch, heads)
         own = (torch.cat([x[:, :, rows] for rows in each.rows], 2) for x in (q, k, v))
         keeps = at_once or needs.are_few(each.held)
-        walk = Walk(partial, each.held[rank], rounds, group, where, repeatable, keeps=keeps)
+        walk = Walk(partial, rounds, group, where, repeatable, keeps)
         found.append(walk.attend((*own, *rest)))
     if not found:
         # Gradients are zero, but there: other ranks wait for those of what is captured.

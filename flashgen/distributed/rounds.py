@@ -171,12 +171,10 @@ def _units(
 
 def _of_whole_segments(each: Round, segments: Sequence[Segment]) -> Round:
     """The same: a call that computes a segment whole writes all of its rows, those that see nothing as well."""
-    units = (
-        replace(unit, rows=of.rows, q_start=of.q_start) if of.is_whole else unit
-        for unit in each.units
-        for of in (segments[unit.segment],)
+    pairs = ((unit, segments[unit.segment]) for unit in each.units)
+    return replace(
+        each, units=tuple(replace(x, rows=of.rows, q_start=of.q_start) if of.is_whole else x for x, of in pairs)
     )
-    return replace(each, units=tuple(units))
 
 
 def _messages(rank: int, spans: Sequence[Span], keys: _Rows, gradients: _Rows) -> Iterator[Message]:

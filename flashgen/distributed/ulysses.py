@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashgen.distributed.blocks import Span
-from flashgen.distributed.exchange import Group, all_to_all, of_first_order
+from flashgen.distributed.exchange import Group, all_to_all, once
 from flashgen.distributed.needs import Held
 from flashgen.ir.spec import AttentionSpec
-from flashgen.op.dtensor_captured import reads
+from flashgen.op.checks import reads_key_heads
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def no_heads(spec: AttentionSpec, heads: int, kv_heads: int, world: int) -> str:
         for share in shares_of(heads, kv_heads, world)
         for (start, stop), (first, last) in share.calls
     )
-    if splits and reads(spec, {"hkv"}, {"Hkv"}):
+    if splits and reads_key_heads(spec):
         return f"'{spec.name}' reads hkv or Hkv, and {world} ranks would share {kv_heads} key/value heads"
     return ""
 
@@ -153,8 +153,9 @@ class _There(torch.autograd.Function):
         return _to_heads(swap, tensors)
 
     @staticmethod
+    @once
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, *_to_rows(ctx.swap, tuple(of_first_order(gradients)), ctx.heads)
+        return None, *_to_rows(ctx.swap, gradients, ctx.heads)
 
 
 class _Home(torch.autograd.Function):
@@ -166,8 +167,9 @@ class _Home(torch.autograd.Function):
         return _to_rows(swap, (x,), [swap.heads(0)[-1][1]])[0]
 
     @staticmethod
+    @once
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, *_to_heads(ctx.swap, tuple(of_first_order(gradients)))
+        return None, *_to_heads(ctx.swap, gradients)
 
 
 def _to_heads(swap: Swap, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -80,19 +80,12 @@ def is_told_by_tensors_alone(spec: AttentionSpec, axis: str) -> bool:
 
 
 def _roots(spec: AttentionSpec) -> tuple[Expr, ...]:
-    """Everything that a spec evaluates for a pair or a row."""
-    layout = None if spec.layout is None else spec.layout.keep
-    parts = [spec.scale, spec.score, spec.mask, layout, spec.weights.expression, spec.dropout]
-    if spec.select is not None:  # a list is read where its first number stands
-        parts.append(Load(ScalarType.INT, tensor=spec.select.tensor, indices=(*spec.select.indices, literal(0))))
-    return tuple(each for each in parts if each is not None)
-
-
-def reads(spec: AttentionSpec, indices: set[str], letters: set[str]) -> bool:
-    """Whether a spec speaks of these indices or sizes anywhere."""
-    shapes = (extent for tensor in spec.tensors for extent in tensor.shape)
-    defaults = (param.default for param in spec.params if param.default is not None)
-    return _mentions((*_roots(spec), *shapes, *defaults), indices, letters)
+    """Everything that a spec evaluates for a pair or a row; a list is read where its first number stands."""
+    select = spec.select
+    lists = (
+        () if select is None else (Load(ScalarType.INT, tensor=select.tensor, indices=(*select.indices, literal(0))),)
+    )
+    return (*spec.expressions, *(() if spec.dropout is None else (spec.dropout,)), *lists)
 
 
 def _mentions(roots: Iterable[Expr], indices: set[str], letters: set[str]) -> bool:
