@@ -137,37 +137,44 @@ def _is_of_library(value: ModuleType | FunctionType) -> bool:
 
 
 class Parts(NamedTuple):
-    """What a container of captured things holds: ``fixed`` is what it is apart from that."""
+    """What a container of captured things holds: ``fixed`` is what it is apart from that.
+
+    ``made`` makes it again of other things; None: of a function ``Lifting`` does.
+    """
 
     fixed: Hashable
     names: tuple[str, ...]
     values: tuple[Any, ...]
+    made: Callable[[list[Any]], Any] | None = None
 
 
 def _parts(value: Any) -> Parts | None:
     """The parts of what is followed; None for what is not."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind is FunctionType:
         return _function_parts(value)
     if kind is functools.partial:
-        names = tuple(str(name) for name in value.keywords)
+        names, count = tuple(map(str, value.keywords)), 1 + len(value.args)
         return Parts(
             ("partial", len(value.args), names),
-            ("", *("",) * len(value.args), *names),
+            (*("",) * count, *names),
             (value.func, *value.args, *value.keywords.values()),
+            lambda made: functools.partial(
+                made[0], *made[1:count], **dict(zip(value.keywords, made[count:], strict=True))
+            ),
         )
     if kind is MethodType:
-        return Parts("method", ("", ""), (value.__func__, value.__self__))
+        return Parts("method", ("", ""), (value.__func__, value.__self__), lambda made: MethodType(*made))
     if kind is slice:
-        return Parts("slice", ("", "", ""), (value.start, value.stop, value.step))
+        return Parts("slice", ("", "", ""), (value.start, value.stop, value.step), lambda made: slice(*made))
     if kind is tuple or kind is list:
-        return Parts((kind.__name__, len(value)), ("",) * len(value), tuple(value))
+        return Parts((kind.__name__, len(value)), ("",) * len(value), tuple(value), type(value))
     if kind is dict and all(type(key) is str for key in value):
-        return Parts(("dict", *value), tuple(value), tuple(value.values()))
+        return Parts(
+            ("dict", *value), tuple(value), tuple(value.values()), lambda made: dict(zip(value, made, strict=True))
+        )
     mod = getattr(kind, "__flashgen_mod__", None)
-    if mod is not None:
-        return Parts(kind.__name__, ("",), (mod(value),))
-    return None
+    return None if mod is None else Parts(kind.__name__, ("",), (mod(value),), lambda made: made[0])
 
 
 def _function_parts(function: FunctionType) -> Parts | None:
@@ -309,31 +316,10 @@ class Lifting:
         parts = _parts(value)
         if parts is None:
             return self.attribute_holder(value)
-        return self._rebuilt(value, parts)
-
-    def _rebuilt(self, value: Any, parts: Parts) -> Any:
-        kind: Any = type(value)
-        if kind is FunctionType:
+        if parts.made is None:
             return self._function(value, parts)
         self._seen[id(value)] = value  # a container that holds itself stays as it is
-        made = [self.lifted(each) for each in parts.values]
-        result: Any
-        if kind is functools.partial:
-            count = len(value.args) + 1
-            result = functools.partial(made[0], *made[1:count], **dict(zip(value.keywords, made[count:], strict=True)))
-        elif kind is MethodType:
-            result = MethodType(made[0], made[1])
-        elif kind is slice:
-            result = slice(*made)
-        elif kind is dict:
-            result = dict(zip(value, made, strict=True))
-        elif kind is list:
-            result = made
-        elif kind is tuple:
-            result = (*made,)
-        else:
-            result = made[0]
-        self._seen[id(value)] = result
+        self._seen[id(value)] = result = parts.made([self.lifted(each) for each in parts.values])
         return result
 
     def _function(self, function: FunctionType, parts: Parts) -> Any:

@@ -40,14 +40,11 @@ DECISIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
 MISSING: Mapping[str, str] = MappingProxyType(
     {
         "expm1": "write torch.exp(x) - 1",
-        "stack": "write the values one by one: a mod computes one number for one pair",
-        "cat": "write the values one by one: a mod computes one number for one pair",
+        **dict.fromkeys(("stack", "cat"), "write the values one by one: a mod computes one number for one pair"),
         "any": "write '|' between the conditions",
         "all": "write '&' between the conditions",
         "sum": "write '+' between the values",
-        "gather": "index the tensor: t[h, kv_idx]",
-        "index_select": "index the tensor: t[h, kv_idx]",
-        "take": "index the tensor: t[h, kv_idx]",
+        **dict.fromkeys(("gather", "index_select", "take"), "index the tensor: t[h, kv_idx]"),
         "nan_to_num": "write torch.where(torch.isnan(x), 0.0, x)",
         "isin": "compare with each value and write '|' between the conditions",
         "bucketize": "count the borders that are passed: (x > b0).int() + (x > b1).int()",
