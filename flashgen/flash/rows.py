@@ -38,12 +38,12 @@ class Ragged(NamedTuple):
 
     def attend(self, given: Positional, by_name: Mapping[str, Any]) -> Any:
         """What a function returns for these rows and options."""
-        rows, turned = self, _same
+        rows, turned = self, None
         q, k, v = self.q, self.k, self.v
         if by_name or F8 in (q.dtype, k.dtype, v.dtype):
             rows = self._of_more_bits(by_name)
             q, k, v = rows.q, rows.k, rows.v
-            turned = _rounded if self.q.dtype is F8 else _same
+            turned = Tensor.bfloat16 if self.q.dtype is F8 else None
         if by_name and by_name.get("qv") is not None:
             q, k = with_second_query(q, k, v, by_name["qv"])
         batch, place = rows.q_starts.shape[0] - 1, SQUARE if rows.q_starts is rows.k_starts else LOWER_RIGHT
@@ -161,14 +161,6 @@ def used_argument(name: str, used: object, batch: int, device: torch.device) -> 
             f"'{name}' has shape {list(used.shape)}, on {used.device}; [B] = [{batch}] is expected, on {device}"
         )
     return used
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def _rounded(x: Tensor) -> Tensor:
-    return x.bfloat16()
 
 
 def _used(name: str, starts: Tensor, used: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -119,13 +119,15 @@ def _check_same_device(name: str, x: Tensor, q: Tensor) -> None:
 def check_shard(spec: AttentionSpec, shard: Shard) -> None:
     """Raise ``ValueError`` where offsets do not fit, with each other or with what the spec reads."""
     shard.check()
-    if _reads_key_heads(spec):
+    if reads_key_heads(spec):
         shard.check_groups()
 
 
 @functools.lru_cache(maxsize=256)
-def _reads_key_heads(spec: AttentionSpec) -> bool:
+def reads_key_heads(spec: AttentionSpec) -> bool:
+    """Whether a spec speaks of hkv or Hkv anywhere."""
     read = [*spec.expressions, *(each for tensor in spec.tensors for each in tensor.shape)]
+    read += [each.default for each in spec.params if each.default is not None]
     read += [] if spec.dropout is None else [spec.dropout]
     read += [] if spec.select is None else spec.select.indices
     return not {index("hkv"), size("Hkv")}.isdisjoint(walk(*read))
