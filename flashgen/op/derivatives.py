@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from flashgen.op.call import Rest
-from flashgen.op.mapping import by_samples, folds, has_samples, mapped
+from flashgen.op.mapping import by_samples, folded_inputs, has_samples, mapped
 from flashgen.op.plain import refuse_distributed
 from flashgen.op.registered import Registered
 from flashgen.reference.programs import Program
@@ -140,7 +140,8 @@ class Derivative(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, how: How, *values: Any) -> Any:
         batch, program, axes = how.op.batch, how.program, None
-        if folds(batch, how.op.signature, values[: how.op.signature.tensor_arguments], how.rest):
-            ins, outs = program.taken(batch.inputs or (), batch.outputs[: len(program.outputs)])
+        inputs = folded_inputs(batch, how.op.signature, values, how.rest)
+        if inputs is not None:
+            ins, outs = program.taken(inputs, batch.outputs[: len(program.outputs)])
             axes = ((*ins, *(0,) * (len(values) - len(ins))), outs)
         return mapped(lambda *own: differentiable(how, own), info, in_dims[1:], values, axes)

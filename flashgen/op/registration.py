@@ -33,7 +33,7 @@ from flashgen.op.derivatives import by_operator, tangents_of
 from flashgen.op.engine import Engine
 from flashgen.op.fakes import fake_backward, fake_forward
 from flashgen.op.flops import count_flops
-from flashgen.op.mapping import Batch, folds, has_samples, mapped
+from flashgen.op.mapping import Batch, folded_inputs, has_samples, mapped
 from flashgen.op.node import extension, node_of
 from flashgen.op.plain import check_tensors, has_distributed, is_plain, is_what_it_seems, transforming, with_memory
 from flashgen.op.registered import NAMESPACE, Registered, registry
@@ -165,9 +165,8 @@ class TransformedAttention(Attention):
     @staticmethod
     def vmap(info: Any, in_dims: Any, how: How, *tensors: Any) -> Any:
         op, _, rest, gives_lse = how
-        axes = None
-        if op.batch.inputs is not None and folds(op.batch, op.signature, tensors, rest):
-            axes = (op.batch.inputs, op.batch.outputs)
+        inputs = folded_inputs(op.batch, op.signature, tensors, rest)
+        axes = None if inputs is None else (inputs, op.batch.outputs)
 
         def call(*own: Any) -> tuple[Tensor, ...]:
             found = TransformedAttention.apply(how, *own)  # type: ignore[no-untyped-call]
