@@ -27,7 +27,7 @@ class CallsByBlocks:
 
     def __init__(self, spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None]) -> None:
         assert spec.select is not None, "keys are selected"
-        self.spec, self._engine, self._select = spec, Engine(spec, kernels, kind=BY_BLOCKS), spec.select
+        self._engine, self._select = Engine(spec, kernels, kind=BY_BLOCKS), spec.select
         self._listed = 3 + [each.name for each in spec.tensors].index(spec.select.tensor)
 
     def order(self, tensors: Tensors, rest: Rest) -> BlockOrder | None:

@@ -63,14 +63,15 @@ def by_operator(op: Registered, args: Sequence[Any], rest: Rest, needs: Sequence
     ``args`` are d_o, then d_lse, o, lse and its parts where there is an lse, and the operator's tensors. o, lse and its
     parts follow from the tensors, so that derivatives by these hold all there is.
     """
-    first = len(args) - op.signature.tensor_arguments
+    count = len(args)
+    first = count - op.signature.tensor_arguments
     arriving = [n for n in range(min(first, 2)) if args[n] is not None]
     program = op.engine.program.reverse([n for n, need in enumerate(needs) if need], arriving)
-    order = [*range(first, len(args)), *arriving, *range(2, first)]
+    order = [*range(first, count), *arriving, *range(2, first)]
 
     def compute(*values: Any) -> list[Tensor]:
         own = dict(zip(order, values, strict=True))
-        return op.backward_below_autograd(*(own.get(n) for n in range(len(args))), *rest[0], rest[1], needs)
+        return op.backward_below_autograd(*(own.get(n) for n in range(count)), *rest[0], rest[1], needs)
 
     return differentiable(How(op, program, rest, compute), [args[n] for n in order])
 
@@ -89,25 +90,6 @@ def tangents_of(
 def typed_as(values: Sequence[Any], tangents: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Tangents in the types of what moves by them: PyTorch takes any, and kernels read those of their inputs."""
     return [t if t is None else t.to(x.dtype) for x, t in zip(values, tangents, strict=True)]
-
-
-def gradients_of(
-    op: Registered,
-    program: Program,
-    values: Sequence[Any],
-    arriving: Sequence[Tensor | None],
-    needs: Sequence[bool],
-    rest: Rest,
-) -> list[Tensor | None]:
-    """The gradient of each of a program's inputs that needs one, by those of its outputs."""
-    wanted = [n for n, need in enumerate(needs) if need]
-    given = [n for n, x in enumerate(arriving) if x is not None]
-    found: list[Tensor | None] = [None] * len(needs)
-    if wanted and given:
-        more = (arriving[n] for n in given)
-        for n, x in zip(wanted, derive(op, program.reverse(wanted, given), (*values, *more), rest), strict=True):
-            found[n] = x
-    return found
 
 
 class Derivative(torch.autograd.Function):
@@ -129,8 +111,14 @@ class Derivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *arriving: Tensor | None) -> Any:
         (op, program, rest), own = ctx.how, ctx.saved_tensors
-        needs = [need and n < len(own) for n, need in enumerate(ctx.needs_input_grad[1:])]
-        return (None, *gradients_of(op, program, own, arriving, needs, rest))
+        wanted = [n for n, need in enumerate(ctx.needs_input_grad[1 : 1 + len(own)]) if need]
+        given = [n for n, x in enumerate(arriving) if x is not None]
+        found: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
+        if wanted and given:
+            more = (arriving[n] for n in given)
+            for n, x in zip(wanted, derive(op, program.reverse(wanted, given), (*own, *more), rest), strict=True):
+                found[1 + n] = x
+        return tuple(found)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:

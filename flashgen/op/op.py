@@ -151,19 +151,19 @@ class BaseOp(ShownOp):
             return_lse,
         )
 
-    def explain(self, *rows: Tensor, **arguments: Any) -> Explanation:
+    def explain(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
         """What a call with these arguments runs, and why, without running it: tiles, kernels, bytes, predicted time.
 
         Takes what the op takes, also fake tensors; those on ``meta`` are taken to be on the GPU where the op can use
         one, else on the CPU. Kernels of a GPU are compiled if they were not before. Raises what the op raises.
         """
         device = self._device()
-        check_tensors("qkv", rows)
+        check_tensors("qkv", (q, k, v))
         if self._signature.has_dropout:
             arguments["seed"] = 0  # none is drawn
         asking = self._with(_run=functools.partial(self._explained, device))
-        found: Explanation = asking(*(placed(x, device) for x in rows), **arguments)
-        return found
+        found: Any = asking(placed(q, device), placed(k, device), placed(v, device), **arguments)
+        return found  # type: ignore[no-any-return]
 
     def explain_decode(
         self,
