@@ -26,7 +26,8 @@ from flashgen.distributed.segments import Pace
 from flashgen.distributed.topology import Topology
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
-from flashgen.op.checks import check_captured, check_device
+from flashgen.op.checks import check_captured
+from flashgen.op.conversion import check_device
 from flashgen.op.op import AttentionOp
 from flashgen.op.per_sequence import check_numbers
 from flashgen.op.plain import check_tensors
@@ -178,7 +179,7 @@ class Preparation:
         check_tensors(list(captured), list(captured.values()))
         for name, x in captured.items():
             if isinstance(x, Tensor) and x.dim():
-                check_device(name, x, q.device)
+                check_device(f"tensor '{name}'", x, q.device)
         found = op.operator_tensors(
             q, k, v, captured, return_lse=options["return_lse"], dropout_p=options["dropout_p"], seed=seed
         )

@@ -203,7 +203,7 @@ def _rows_of_table(table: Any, entries: Any) -> Tensor:
             what = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"'{name}' must be a tensor of integers, not {what}")
     require(
-        ((entries >= 0) & (entries < table.shape[0])).all, entries,
+        ((entries >= 0) & (entries < table.shape[0])).all(),
         f"'cache_batch_idx' names a row of 'block_table' that is none; it has {table.shape[0]}",
     )  # fmt: skip
     rows: Tensor = table[entries.long()]

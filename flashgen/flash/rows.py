@@ -170,7 +170,7 @@ def _used(name: str, starts: Tensor, used: Tensor | None) -> tuple[Tensor, Tenso
         return begin, lengths
     own = used_argument(name, used, lengths.shape[0], starts.device)
     require(
-        ((own >= 0) & (own <= lengths)).all, own,
+        ((own >= 0) & (own <= lengths)).all(),
         f"'{name}' is below 0 or beyond the rows that '{name.replace('seqused', 'cu_seqlens')}' gives a sequence",
     )  # fmt: skip
     return begin, torch.minimum(own.to(starts.dtype).clamp(min=0), lengths)
