@@ -86,12 +86,12 @@ QUICKLY_COMPILED = frozenset(
     {"benchmark", "cache", "cli", "distributed", "documents", "examples", "flash", "flex", "fuzz", "integrations"}
     | {"masks", "nn", "numeric", "op", "peers", "pipeline", "tuning"}
 )
+# Modules that ask for every product, by -Og as well, and those whose numbers are the compiler's of users.
+OF_EVERY_PRODUCT = frozenset(
+    f"numeric/test_{name}.py" for name in ("eight_bits", "elements_of_nothing", "large_head_dims", "ragged")
+)
 AS_THE_PRODUCT = frozenset(
-    f"numeric/test_{name}.py"
-    for name in (
-        *("cpu_kinds", "eight_bits", "elements_of_nothing", "extreme_scores", "gallery"),
-        *("large_head_dims", "matrix_products", "ragged"),
-    )
+    f"numeric/test_{name}.py" for name in ("cpu_kinds", "extreme_scores", "gallery", "matrix_products")
 )
 # -Og takes two thirds of the time of -O1 for a kernel of the emulator, too. It inlines no calls, so that a conflict of
 # banks is told without the lines that led to it.
@@ -109,15 +109,17 @@ def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
     def quick() -> compiler.Compiler:
         found = find()
         own, *others = found.command  # what CXX says wins
-        chosen = replace(found, command=(own, *NO_OTHER_PRODUCTS, *others), flags=("-Og",))
+        chosen = replace(found, command=(own, *left_out, *others), flags=("-Og",))
         return replace(chosen, command=(*chosen.command, *standard_headers(chosen, KERNELS / "headers")))
 
     find, file = compiler.find_compiler, request.path.relative_to(ROOT / "tests")
+    folder, module = file.parts[0], file.as_posix()
+    left_out = () if module in OF_EVERY_PRODUCT else NO_OTHER_PRODUCTS
     whole = "not slow" not in request.config.option.markexpr  # `make test-all` has what users have
     with pytest.MonkeyPatch.context() as patch:
-        if not whole and file.parts[0] in QUICKLY_COMPILED and file.as_posix() not in AS_THE_PRODUCT:
+        if not whole and folder in QUICKLY_COMPILED and module not in AS_THE_PRODUCT:
             patch.setattr(compiler, "find_compiler", quick)
-        if not whole and file.parts[0] != TOLD_BY_LINES:
+        if not whole and folder != TOLD_BY_LINES:
             patch.setattr(program, "_KERNEL_FLAGS", ("-Og",))
         yield
 
