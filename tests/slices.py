@@ -311,6 +311,7 @@ LONG = {
     "op/test_transforms.py::test_derivatives_beside_kernels": 6,
     "op/test_transforms.py::test_tangents_of_a_compiled_function": 2,
     "op/test_vmap.py::test_no_samples_have_empty_results": 4,
+    "pipeline/test_gallery_builds.py::test_a_package_has_the_binaries_of_all_usual_calls": 2,
     "tuning/test_tune.py::test_a_run_that_was_stopped_goes_on": 0,
     "tuning/test_tune.py::test_every_candidate_is_measured_beside_the_planner_and_kept": 0,
     "tuning/test_tune.py::test_later_loads_use_the_winner_and_say_so": 0,
