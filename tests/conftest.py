@@ -110,7 +110,7 @@ def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
         found = find()
         own, *others = found.command  # what CXX says wins
         chosen = replace(found, command=(own, *left_out, *others), flags=("-Og",))
-        return replace(chosen, command=(*chosen.command, *standard_headers(chosen, KERNELS / "headers")))
+        return replace(chosen, flags=(*chosen.flags, *standard_headers(chosen, KERNELS / "headers")))
 
     find, file = compiler.find_compiler, request.path.relative_to(ROOT / "tests")
     folder, module = file.parts[0], file.as_posix()

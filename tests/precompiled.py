@@ -19,7 +19,8 @@ _HEADER, _PARSED = "standard.h", "standard.h.gch"
 def standard_headers(compiler: Compiler, root: Path) -> tuple[str, ...]:
     """What GCC is told to find the headers parsed; of another compiler nothing.
 
-    GCC compares flags itself: where a kernel has others, GCC reads the header's text, which includes the same.
+    They belong to the flags of this compiler: GCC crashes where a level of optimisation is another. Where a target's
+    flags are others, GCC reads the header's text, which includes the same.
     """
     if "Free Software Foundation" not in compiler.version:
         return ()
