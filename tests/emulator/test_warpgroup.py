@@ -14,9 +14,6 @@ from flashgen.targets.gpu.primitives import WarpgroupProducts, primitives
 from tests.emulator.helpers import Outcome, kernel, launch
 
 WIDTHS = (16, 64, 80, 128, 256)  # n
-PRIMITIVES = primitives(
-    warpgroups=WarpgroupProducts(tuple(n // 8 for n in WIDTHS), ElementType.F16),
-)
 
 
 @dataclass(frozen=True)
@@ -76,14 +73,24 @@ def _products() -> tuple[Product, ...]:
 
 PRODUCTS = _products()
 SHARED_BYTES = 192 * 1024
-SOURCE = PRIMITIVES + kernel("warpgroup") + "".join(product.text for product in PRODUCTS)
+
+
+def source_of(dtype: torch.dtype) -> str:
+    """The products of one type, as sources have them."""
+    element = ElementType.BF16 if dtype is torch.bfloat16 else ElementType.F16
+    products = WarpgroupProducts(tuple(n // 8 for n in WIDTHS), element)
+    own = (product.text for product in PRODUCTS if product.dtype is dtype)
+    return primitives(warpgroups=products) + kernel("warpgroup") + "".join(own)
+
+
+SOURCES = {dtype: source_of(dtype) for dtype in (torch.float16, torch.bfloat16)}
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=[product.name for product in PRODUCTS])
 def test_products(product: Product) -> None:
     a, b, c = product.operands()
     outcome = launch(
-        SOURCE,
+        SOURCES[product.dtype],
         {
             "a": a.view(torch.uint16).numpy(),
             "b": b.view(torch.uint16).numpy(),
@@ -103,7 +110,7 @@ def test_sums_are_cut_off(bits: int, left: int) -> None:
     product = next(each for each in PRODUCTS if each.add and each.dtype is torch.float16 and each.k == 16)
     a, b = torch.full((64, 16), 2.0 ** (12 - bits)).half(), torch.full((16, product.n), 2.0**-12).half()
     outcome = launch(
-        SOURCE,
+        SOURCES[product.dtype],
         {
             "a": a.view(torch.uint16).numpy(),
             "b": b.view(torch.uint16).numpy(),

@@ -11,7 +11,7 @@ import torch
 from flashgen.hosts.cuda import CupyDriver, current_device, describe_device
 from flashgen.store.headers import Text, headers_of
 from flashgen.toolchains.nvrtc import compile_cuda
-from tests.emulator.test_warpgroup import PRODUCTS, SHARED_BYTES, SOURCE, Product
+from tests.emulator.test_warpgroup import PRODUCTS, SHARED_BYTES, SOURCES, Product
 
 
 @pytest.mark.parametrize("product", PRODUCTS, ids=[product.name for product in PRODUCTS])
@@ -23,7 +23,8 @@ def test_products(product: Product) -> None:
     d = torch.zeros(64, product.n)
     on_gpu = [each.cuda() for each in (a, b, c, d)]
     driver = CupyDriver(current_device())
-    binary = compile_cuda(Text("warpgroup", SOURCE, headers_of(SOURCE)), "sm_90a")
+    text = SOURCES[product.dtype]
+    binary = compile_cuda(Text("warpgroup", text, headers_of(text)), "sm_90a")
     function = driver.function(binary.path, product.name, SHARED_BYTES)
     packed = ctypes.c_char_p(struct.pack("4Q", *(each.data_ptr() for each in on_gpu)))
     driver.launch(function, 1, 128, SHARED_BYTES, driver.stream(), ctypes.addressof(packed))

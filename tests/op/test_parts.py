@@ -122,7 +122,7 @@ def test_selected_keys_are_summed_up_in_float32() -> None:
     assert wide.dtype is torch.float32
     assert torch.equal(wide.bfloat16(), op(q, k, v, idx=idx))
     truth = op.reference(q, k, v, idx=idx, dtype=torch.float64)
-    assert (wide - truth).norm() < 1e-3 * truth.norm()
+    assert (wide - truth).norm() < 2**-9 * truth.norm()  # where pairs of bfloat16 are multiplied, weights are
 
 
 def test_where_there_are_none_what_is_read_is_widened() -> None:
