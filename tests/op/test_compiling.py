@@ -110,9 +110,9 @@ def test_from_python(tmp_path: Path) -> None:
     """A script whose compiler takes its time; nothing is shortened here."""
     slow = compiler_that_takes(tmp_path, 2.3).command
     code = f"""
-from types import SimpleNamespace as Source
+from flashgen.store.headers import Text
 from flashgen.toolchains.cpp import Compiler, compile_sources
-compile_sources([Source(name="kernel", text="", defines=())], compiler=Compiler({slow!r}, "1"))
+compile_sources([Text("kernel", "")], compiler=Compiler({slow!r}, "1"))
 """
     environment = {**os.environ, "FLASHGEN_CACHE_DIR": str(tmp_path / "cache")}
     environment |= {"PYTHONPATH": str(Path(__file__).parents[2])}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from dataclasses import replace
 from typing import Any
@@ -17,6 +18,7 @@ from flashgen.hosts.emulator_machine import emulator_provider
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
+from flashgen.kinds.kind import BOTH
 from flashgen.op.call import CallChecker
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.targets.registry import GPUS
@@ -166,7 +168,8 @@ def test_what_is_counted() -> None:
 def test_sources_and_backends() -> None:
     emulated = op(CAUSAL, "emulator")
     assert emulated.backends == ("emulator", "reference")
-    assert [source.name for source in emulated.sources] == ["causal_d16_sm_80", "causal_d16_8_sm_80"]
+    parts = itertools.product(("causal_d16", "causal_d16_8"), ("f16", "bf16", "f32"), BOTH)
+    assert [source.name for source in emulated.sources] == [f"{d}_{name}_{each}_sm_80" for d, each, name in parts]
     assert all("__global__" in source.text for source in emulated.sources)
     assert emulated.name != op(CAUSAL, "cpu").name
 
@@ -176,8 +179,8 @@ def test_another_target(target: str) -> None:
     """Without asynchronous copies, with 99 KiB of shared memory, by warpgroups."""
     text = "attention small { head_dim 128  dtype bf16  mask causal }"
     attention = flashgen.loads(text, backend="emulator", target=target)
-    (source,), plan = attention.sources, attention.plan[HeadDim(128, 128)]
-    assert source.name.endswith(f"_{target}")
+    plan = attention.plan[HeadDim(128, 128)]
+    assert [source.name for source in attention.sources] == [f"small_d128_{name}_bf16_{target}" for name in BOTH]
     assert plan.elements[0].forward.warpgroups is (target == "sm_90a")
     assert attention.name != flashgen.loads(text, backend="emulator").name
     assert pickle.loads(pickle.dumps(attention)).name == attention.name
