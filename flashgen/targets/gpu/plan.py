@@ -29,15 +29,9 @@ from flashgen.targets.gpu.model import (
     registers,
 )
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.recipes import (
-    AnyChoice,
-    Candidate,
-    Choice,
-    Recipes,
-    candidates,
-)
+from flashgen.targets.gpu.recipes import Candidate, Choice, Recipes, candidates
 from flashgen.targets.gpu.registers import accumulators, harmless_spill, still_spilled
-from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
+from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.gpu.tiles import (
     BackwardTiles,
     ElementPlan,

@@ -20,13 +20,12 @@ from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.layouts import forward_layout
 from flashgen.targets.gpu.model import element_of_keys, padded
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
+from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.gpu.tiles import ForwardTiles
 
 MOST_WARPS = 16
 _FEW_ROWS = (16, 32)
 
-AnyChoice: TypeAlias = ForwardChoice | BackwardChoice | QueryChoice
 Choice = TypeVar("Choice", ForwardChoice, BackwardChoice, QueryChoice)
 
 

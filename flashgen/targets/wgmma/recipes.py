@@ -18,9 +18,9 @@ from flashgen.targets.gpu.layouts import forward_layout
 from flashgen.targets.gpu.lengths import has_long_rows, has_whole_rows, keeps_as_far_as
 from flashgen.targets.gpu.model import MOST_COLUMNS, carries_marks, padded, takes_turns
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.recipes import WARPS, AnyChoice, Candidate, Considered, Recipes, rows_for
+from flashgen.targets.gpu.recipes import WARPS, Candidate, Considered, Recipes, rows_for
 from flashgen.targets.gpu.rules import LONG_TILES, SUMS_TELL
-from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
+from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.wgmma import rules, tables
 
 PERSISTENT = "persistent"  # a choice of which tile comes next
