@@ -131,11 +131,6 @@ def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementTyp
     return pins_of_rows(kernel.plan, element, rows)
 
 
-def codes_of(plan: GpuPlan) -> tuple[int, ...]:
-    """The codes of the element types that a plan has kernels for."""
-    return tuple(ELEMENTS.index(each) for each in plan.by_element)
-
-
 def check_element(plan: GpuPlan, element: ElementType) -> None:
     """Raises ``UnsupportedGpu`` where a plan has no kernels of an element type."""
     if element not in plan.by_element:
@@ -149,8 +144,3 @@ def check_element(plan: GpuPlan, element: ElementType) -> None:
 def kind_of_call(kind: Kind, values: Mapping[str, float]) -> Kind:
     """The kind of a call whose kernels are of a ``kind``: a call over a cache says if the cache is of 8 bits."""
     return F8_CACHED if kind is CACHED and values["key_element"] == F8_CODE else kind
-
-
-def is_f8(values: Mapping[str, float]) -> bool:
-    """Whether a call is one whose q, k and v are of 8 bits, by the values of its arguments."""
-    return values["element"] == F8_CODE

@@ -57,10 +57,6 @@ class Spill:
     tile: object
     bytes: int
 
-    def is_of(self, element: ElementType, pass_name: str, tile: object) -> bool:
-        """Whether it is this tile's."""
-        return (self.element, self.pass_name, self.tile) == (element, pass_name, tile)
-
 
 @dataclass(frozen=True)
 class CallKind:
@@ -88,7 +84,6 @@ class CallKind:
 ANY_CALLS = CallKind(dropped=None, repeatable=None)
 # Of those that need not repeat bit by bit a package has the kernels, of those that have to where it is asked to.
 USUAL_CALLS = CallKind(dropped=None)
-DETERMINISTIC_CALLS = CallKind(dropped=None, repeatable=True)
 
 
 @dataclass(frozen=True)

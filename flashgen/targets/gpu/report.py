@@ -17,7 +17,7 @@ from flashgen.targets.gpu.layouts import backward_layout, forward_layout, query_
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice
-from flashgen.targets.gpu.tiles import AnyTiles, BackwardTiles, ForwardTiles, GpuPlan
+from flashgen.targets.gpu.tiles import OF_KERNEL, AnyTiles, BackwardTiles, ForwardTiles, GpuPlan
 
 
 def pass_reports(gpu: Gpu, shape: Shape, decisions: GpuPlan) -> tuple[PassReport, ...]:
@@ -27,7 +27,7 @@ def pass_reports(gpu: Gpu, shape: Shape, decisions: GpuPlan) -> tuple[PassReport
         element = tiles.element
         for name in PASSES:
             found = ((kernel, tiles.of_kernel(kernel)) for kernel in kernels_of(recipe, name))
-            used = {_NAMES.get(kernel, kernel): each for kernel, each in found if each is not None}
+            used = {OF_KERNEL[kernel]: each for kernel, each in found if each is not None}
             first = next(iter(used.values()))
             reports.append(
                 pass_report(
@@ -45,9 +45,6 @@ def pass_reports(gpu: Gpu, shape: Shape, decisions: GpuPlan) -> tuple[PassReport
                 )
             )
     return tuple(reports)
-
-
-_NAMES = {"keys": "backward"}  # the buffers of dK and dV, whoever computes dQ
 
 
 def _buffers(recipe: Recipe, element: ElementType, tiles: AnyTiles) -> Mapping[str, int]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import TypeAlias
 
 from flashgen.ir.types import ElementType
+from flashgen.kinds.kind import PassName
 from flashgen.plan.plan import Plan, Tiles
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
@@ -86,6 +87,9 @@ class QueryTiles(QueryChoice, Tiles):
 
 
 AnyTiles: TypeAlias = ForwardTiles | BackwardTiles | QueryTiles
+# What reasons and rejections call the tiles of a pass, and which of them a kernel goes through.
+TILES_OF: Mapping[PassName, tuple[str, ...]] = {"forward": ("forward",), "backward": ("backward", "queries")}
+OF_KERNEL = {"forward": "forward", "backward": "backward", "keys": "backward", "queries": "queries"}
 
 
 @dataclass(frozen=True)
@@ -97,16 +101,14 @@ class ElementPlan:
     backward: BackwardTiles
     queries: QueryTiles
 
+    @property
+    def passes(self) -> Mapping[str, AnyTiles]:
+        """By what reasons call them."""
+        return {"forward": self.forward, "backward": self.backward, "queries": self.queries}
+
     def of_kernel(self, kernel: str) -> AnyTiles | None:
         """The tiles that a kernel goes through; None for those that stream rows."""
-        match kernel:
-            case "forward":
-                return self.forward
-            case "backward" | "keys":
-                return self.backward
-            case "queries":
-                return self.queries
-        return None
+        return self.passes[OF_KERNEL[kernel]] if kernel in OF_KERNEL else None
 
 
 @dataclass(frozen=True, repr=False)
@@ -150,11 +152,12 @@ class GpuPlan(Plan):
     @property
     def passes(self) -> Mapping[str, Tiles]:
         """The tiles by the names of the passes, which the names of element types follow."""
-        return {
-            f"{name}, {each.element}": tiles
-            for each in self.elements
-            for name, tiles in (("forward", each.forward), ("backward", each.backward), ("queries", each.queries))
-        }
+        return {f"{name}, {each.element}": tiles for each in self.elements for name, tiles in each.passes.items()}
+
+    def reasons_of(self, passes: Collection[PassName]) -> tuple[str, ...]:
+        """The reasons of these passes, and those that speak of none."""
+        others = tuple(each for name, tiles in TILES_OF.items() if name not in passes for each in tiles)
+        return tuple(each for each in self.reasons if not each.startswith(others))
 
     @property
     def by_element(self) -> Mapping[ElementType, ElementPlan]:
@@ -167,9 +170,7 @@ class GpuPlan(Plan):
 
     def of_element(self, element: ElementType) -> Mapping[str, Tiles]:
         each = self.by_element.get(element)
-        if each is None:  # no tile fits
-            return {}
-        return {"forward": each.forward, "backward": each.backward, "queries": each.queries}
+        return {} if each is None else each.passes  # none: no tile fits
 
     def joined(self, plans: Mapping[ElementType, GpuPlan]) -> GpuPlan:
         found = plans.values()
