@@ -13,25 +13,22 @@ from flashgen.analysis.levels import Level, observed_loads
 from flashgen.analysis.variant import CapturedGradient, Variant, constant_factor
 from flashgen.emit.context import (
     AddHook,
-    Declaration,
     Masks,
     Observed,
     WeightCode,
     by_score,
-    declaration,
     derivative_hooks,
     formula,
     labels,
     masks_of,
     moved_inputs,
     observed_load,
-    template_hooks,
     template_values,
     tidy,
 )
 from flashgen.emit.environment import environment
 from flashgen.emit.kernel_source import KernelSource
-from flashgen.emit.placement import Placement
+from flashgen.emit.placement import Hooks, Placement
 from flashgen.emit.ranges import RangeCode, range_code
 from flashgen.emit.spelling import c_literal
 from flashgen.emit.text import spec_digest, spec_lines
@@ -121,9 +118,9 @@ class _Context:
     written_of_keys: str  # the same of dK and dV
     head_rows: str  # rows of lse from one head's first to the next one's, as code
     results: tuple[str, ...]  # whose rows have strides
-    arguments: tuple[Declaration, ...]
-    hooks: object
-    hooks_by_key: object  # those of the forward pass with neighbouring keys as lanes, for few query rows
+    arguments: tuple[Field, ...]
+    hooks: Hooks
+    hooks_by_key: Hooks  # those of the forward pass with neighbouring keys as lanes, for few query rows
     function_inputs: dict[str, str]
     keep_everything: bool
     masks: Masks
@@ -241,9 +238,9 @@ def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Cont
         last_pass="backward" if variant.tangent is None else "jvp_backward",
         has_forward=not variant.kind.backward_only,
         has_backward=not variant.kind.forward_only,
-        arguments=tuple(declaration(field) for field in _fields(variant)),
-        hooks=template_hooks(placement.hooks()),
-        hooks_by_key=template_hooks(by_key.hooks()),
+        arguments=_fields(variant),
+        hooks=placement.hooks(),
+        hooks_by_key=by_key.hooks(),
         function_inputs=inputs,
         keep_everything=variant.keep_everything,
         masks=masks_of(variant.keep),

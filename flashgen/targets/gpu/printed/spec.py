@@ -14,9 +14,9 @@ from flashgen.analysis.factors import is_of_launch, never_zero
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.selection import selected
 from flashgen.analysis.variant import Variant, constant_factor, linear_factor
-from flashgen.emit.context import WeightCode, by_score, derivative_hooks, formula, template_hooks
+from flashgen.emit.context import WeightCode, by_score, derivative_hooks, formula
 from flashgen.emit.distance import split_score
-from flashgen.emit.placement import Placement
+from flashgen.emit.placement import Hooks, Placement
 from flashgen.emit.spelling import c_literal
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Expr, Literal, Load, literal
@@ -109,7 +109,7 @@ class SpecCode:
     """
 
     formula: str
-    hooks: object
+    hooks: Hooks
     function_inputs: dict[str, str]
     row_functions: tuple[RowFunction, ...]
     weights: WeightCode
@@ -221,13 +221,13 @@ def spec_code(recipe: Recipe, places: Places, sinks: PlacedSinks) -> SpecCode:
     bounds_rows = condition is not None and sinks.sink is None and variant.head_dim.qk + variant.head_dim.v <= 256
     dot_factor = _dot_factor(variant, placement) if launch is None else f"*= fg::factor_of_scores({launch})"
     hooks = placement.hooks()
-    assert len(hooks.members[Level.DIAGONAL]) <= len(recipe.numbers), "the workspace has no room for all"
+    assert len(hooks.members[Level.DIAGONAL.value]) <= len(recipe.numbers), "the workspace has no room for all"
     factor, by_units = LOG2_E * (constant or 1.0), variant.kind.f8 and constant is not None
     score_factor = "exponent_unit" if by_units else c_literal(factor)
     natural_factor = "exponent_unit * fg::LN_2" if by_units else c_literal(constant or 1.0)
     return SpecCode(
         formula=formula(variant),
-        hooks=template_hooks(hooks),
+        hooks=hooks,
         function_inputs=places.inputs,
         row_functions=tuple(places.row_functions),
         weights=WeightCode(form),
