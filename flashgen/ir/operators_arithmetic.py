@@ -24,12 +24,14 @@ from flashgen.ir.operators_base import (
     NoValueError,
     Samples,
     Strength,
+    asked,
     bool_node,
     either,
     far_too_large,
     folding,
     nonzero,
     partials,
+    plain,
     real_node,
     row,
     wrap,
@@ -67,10 +69,6 @@ def _first(x: Expr, _y: Expr) -> Expr:
 
 
 # ∂(x / y) = 1/y, -(x/y)/y
-def _div(_xp: ArrayNamespace, x: Any, y: Any) -> Any:
-    return x / y
-
-
 def _div_by_x(_x: Expr, y: Expr) -> Expr:
     return real_node("div", ONE, y)
 
@@ -114,10 +112,6 @@ def _neg(xp: ArrayNamespace, x: Any) -> Any:
 
 
 # ∂(x^y) = y x^(y-1) (0 where y = 0),  x^y log x (0 where x = 0 and y ≥ 0)
-def _pow(xp: ArrayNamespace, x: Any, y: Any) -> Any:
-    return xp.pow(x, y)
-
-
 def _pow_by_x(x: Expr, y: Expr) -> Expr:
     power = real_node("pow", x, real_node("sub", y, ONE))
     return real_node("where", bool_node("eq", y, ZERO), ZERO, real_node("mul", y, power))
@@ -155,28 +149,17 @@ def _sign(xp: ArrayNamespace, x: Any) -> Any:
 
 
 # ∂min(x, y): 1 for the smaller, 1/2 each at a tie; likewise max.  NaN wins.
-def _min(xp: ArrayNamespace, x: Any, y: Any) -> Any:
-    return xp.minimum(x, y)
-
-
-def _max(xp: ArrayNamespace, x: Any, y: Any) -> Any:
-    return xp.maximum(x, y)
-
-
 def _choice(loses: str, mine: Expr, other: Expr) -> Expr:
     apart = real_node("where", bool_node(loses, mine, other), ZERO, ONE)
     return real_node("where", bool_node("eq", mine, other), HALF, apart)
 
 
+_MIN, _MAX = asked("minimum"), asked("maximum")
 _D_MIN = partials(lambda x, y: _choice("gt", x, y), lambda x, y: _choice("gt", y, x))
 _D_MAX = partials(lambda x, y: _choice("lt", x, y), lambda x, y: _choice("lt", y, x))
 
 
 # clamp(x, lo, hi) = min(max(x, lo), hi); ∂x = [lo ≤ x ≤ hi], ∂lo = [x < lo < hi], ∂hi = [x > hi or hi < lo]
-def _clamp(xp: ArrayNamespace, x: Any, lo: Any, hi: Any) -> Any:
-    return xp.clamp(x, lo, hi)
-
-
 def _selected(condition: Expr) -> Expr:
     return real_node("where", condition, ONE, ZERO)
 
@@ -287,7 +270,7 @@ ROWS = (
         derivative=partials(MINUS_ONE),
     ),
     row(
-        *("div", "/", real, _div, interval_float.div, _BINARY, _DIVIDED),
+        *("div", "/", real, plain(operator.truediv), interval_float.div, _BINARY, _DIVIDED),
         c="/",
         strength=Strength.PRODUCT,
         derivative=_D_DIV,
@@ -312,7 +295,7 @@ ROWS = (
     ),
     row("ceildiv", "ceildiv", integer, _ceildiv, interval.ceildiv, _CEILDIV, _FOLD_CEILDIV),
     row(
-        *("pow", "**", real, _pow, interval_float.pow_, _POWER, _FOLD_POWER),
+        *("pow", "**", real, asked("pow"), interval_float.pow_, _POWER, _FOLD_POWER),
         strength=Strength.POWER,
         derivative=partials(_pow_by_x, _pow_by_y),
         cost=Cost(2, 3),
@@ -325,10 +308,10 @@ ROWS = (
     ),
     row("abs", "abs", numeric, _abs, _ABS, _UNARY, folding(abs), derivative=partials(_abs_by_x), kink=abs),
     row("sign", "sign", numeric, _sign, _SIGN, _UNARY, folding(_sign_of), derivative=FLAT, kink=abs),
-    row("min", "min", numeric, _min, _MIN_RANGE, _BINARY, folding(min), derivative=_D_MIN, most=None, kink=_apart),
-    row("max", "max", numeric, _max, _MAX_RANGE, _BINARY, folding(max), derivative=_D_MAX, most=None, kink=_apart),
+    row("min", "min", numeric, _MIN, _MIN_RANGE, _BINARY, folding(min), derivative=_D_MIN, most=None, kink=_apart),
+    row("max", "max", numeric, _MAX, _MAX_RANGE, _BINARY, folding(max), derivative=_D_MAX, most=None, kink=_apart),
     row(
-        *("clamp", "clamp", numeric, _clamp, _clamp_range, _BETWEEN, folding(_clamped)),
+        *("clamp", "clamp", numeric, asked("clamp"), _clamp_range, _BETWEEN, folding(_clamped)),
         derivative=_D_CLAMP,
         kink=_from_border,
     ),

@@ -14,7 +14,7 @@ import numpy as np
 from flashgen.ir import interval_float
 from flashgen.ir.expr import Expr
 from flashgen.ir.interval import Range
-from flashgen.ir.interval_float import increasing
+from flashgen.ir.interval_float import increasing, logistic
 from flashgen.ir.operators_base import (
     HALF,
     ONE,
@@ -26,6 +26,7 @@ from flashgen.ir.operators_base import (
     Library,
     Operator,
     Samples,
+    asked,
     bool_node,
     partials,
     real_node,
@@ -160,18 +161,6 @@ def _by_cos(x: Expr) -> Expr:
     return real_node("neg", real_node("sin", x))
 
 
-def _floor(xp: ArrayNamespace, x: Any) -> Any:
-    return xp.floor(x)
-
-
-def _ceil(xp: ArrayNamespace, x: Any) -> Any:
-    return xp.ceil(x)
-
-
-def _round(xp: ArrayNamespace, x: Any) -> Any:
-    return xp.round(x)
-
-
 # The distance to the nearest half, for tests.
 def _step_kink(x: float) -> float:
     return abs(2 * x - round(2 * x)) / 2
@@ -196,10 +185,6 @@ def _inverse_root(x: float) -> float:
     return math.inf if x == 0 else 1 / math.sqrt(x)
 
 
-def _logistic(x: float) -> float:
-    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
-
-
 def _log_1_exp(x: float) -> float:
     return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
 
@@ -209,7 +194,7 @@ def _times_normal(x: float) -> float:
 
 
 def _times_logistic(x: float) -> float:
-    return 0.0 if x == -math.inf else x * _logistic(x)
+    return 0.0 if x == -math.inf else x * logistic(x)
 
 
 def _not_below_0(x: float) -> float:
@@ -255,7 +240,7 @@ ROWS = (
     _function("sqrt", _same("sqrt"), _by_sqrt, interval_float.sqrt, _POSITIVE, math.sqrt, Cost(1, 2)),
     _function("rsqrt", _RSQRT, _by_rsqrt, interval_float.rsqrt, _POSITIVE, _inverse_root, Cost(1, 0)),
     _function("tanh", _same("tanh"), _by_tanh, increasing(math.tanh), _NEAR, math.tanh, Cost(2, 4, _ON_CPUS)),
-    _function("sigmoid", _SIGMOID, _by_sigmoid, increasing(_logistic, 0.0), _WIDE, _logistic, Cost(2, 2)),
+    _function("sigmoid", _SIGMOID, _by_sigmoid, increasing(logistic, 0.0), _WIDE, logistic, Cost(2, 2)),
     _function("silu", _silu, _by_silu, interval_float.silu, _WIDE, _times_logistic, Cost(2, 3)),
     _function("relu", _relu, _by_relu, interval_float.relu, _NEAR, _not_below_0, ONE_INSTRUCTION, kink=abs),
     _function("gelu", _gelu, _by_gelu, interval_float.gelu, _NEAR, _times_normal, Cost(1, 14)),
@@ -264,7 +249,13 @@ ROWS = (
     _function("sin", _same("sin"), _by_sin, interval_float.sin, _WIDE, math.sin, Cost(1, 3)),
     _function("cos", _same("cos"), _by_cos, interval_float.cos, _WIDE, math.cos, Cost(1, 3)),
     _function("atan", _ATAN, _by_atan, increasing(math.atan), _NEAR, math.atan, Cost(1, 16)),
-    _function("floor", _floor, ZERO, interval_float.floor, _WIDE, _step(math.floor), ONE_INSTRUCTION, kink=_step_kink),
-    _function("ceil", _ceil, ZERO, interval_float.ceil, _WIDE, _step(math.ceil), ONE_INSTRUCTION, kink=_step_kink),
-    _function("round", _round, ZERO, interval_float.round_, _WIDE, _step(round), ONE_INSTRUCTION, kink=_step_kink),
+    _function(
+        "floor", asked("floor"), ZERO, interval_float.floor, _WIDE, _step(math.floor), ONE_INSTRUCTION, kink=_step_kink
+    ),
+    _function(
+        "ceil", asked("ceil"), ZERO, interval_float.ceil, _WIDE, _step(math.ceil), ONE_INSTRUCTION, kink=_step_kink
+    ),
+    _function(
+        "round", asked("round"), ZERO, interval_float.round_, _WIDE, _step(round), ONE_INSTRUCTION, kink=_step_kink
+    ),
 )

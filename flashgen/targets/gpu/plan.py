@@ -8,7 +8,7 @@ fits the shared memory of a block is taken. Kernels that turned out to spill reg
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from flashgen.analysis.variant import Variant
@@ -183,9 +183,7 @@ def _describe(choice: AnyChoice) -> str:
 
 def _pinned(variant: Variant) -> Span | None:
     """Where the schedule stands that leaves no other tiles; None where it pins nothing."""
-    schedule = variant.spec.schedule
-    pins = asdict(replace(schedule, span=None))
-    return schedule.span if any(value is not None for value in pins.values()) else None
+    return variant.spec.schedule.span if variant.spec.schedule.pins else None
 
 
 def _shortage(
