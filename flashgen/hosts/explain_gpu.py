@@ -15,11 +15,11 @@ from flashgen.hosts.kernel import Step
 from flashgen.hosts.machine import Machine
 from flashgen.kinds.kind import PassName
 from flashgen.plan.explanation import ExplainedKernel, ExplainedPass, Explanation
-from flashgen.plan.launches import PassLaunches, Splits
+from flashgen.plan.launches import Splits
 from flashgen.plan.plan import Rejection
 from flashgen.targets.gpu.cache_bytes import bytes_of_caches
 from flashgen.targets.gpu.cost import pass_time
-from flashgen.targets.gpu.launches import backward_launches, forward_launches
+from flashgen.targets.gpu.started import pass_launches
 from flashgen.targets.gpu.tiles import TILES_OF, BackwardTiles, ForwardTiles, GpuPlan, multiplying
 from flashgen.toolchains.nvrtc import Resources
 
@@ -77,28 +77,20 @@ def _told(name: str, machine: Machine, asked: AskedCall, plan: GpuPlan) -> Expla
 
 
 def explain_jvp(plan: GpuPlan, asked: AskedCall) -> ExplainedPass:
-    """The kernel of forward mode, were its tangents asked for, by the planner's tiles for the type of the call."""
-    dropped = bool(asked.values["dropout_threshold"])
-    return _of_tangents("jvp", plan.own.forward, plan, forward_launches(plan, dropped=dropped), asked)
+    """The kernels of forward mode, were its tangents asked for, or those of its backward pass, which need not repeat.
 
-
-def explain_jvp_backward(plan: GpuPlan, asked: AskedCall) -> ExplainedPass:
-    """The same of its backward pass, of one that need not repeat."""
-    dropped = bool(asked.values["dropout_threshold"])
-    launches = backward_launches(plan, dropped=dropped, deterministic=False)
-    return _of_tangents("jvp_backward", plan.own.backward, plan, launches, asked)
-
-
-def _of_tangents(
-    name: str, tile: ForwardTiles | BackwardTiles, plan: GpuPlan, launches: PassLaunches, asked: AskedCall
-) -> ExplainedPass:
-    """Kernels by their tiles: of persistent blocks no more run than there is room for."""
-    known = {name: int(value) for name, value in asked.values.items()}
+    They are told by the planner's tiles for the type of the call: of persistent blocks no more run than there is room
+    for.
+    """
+    (name,) = plan.recipe.variant.kind.passes
+    known = {field: int(value) for field, value in asked.values.items()}
+    launches = pass_launches(plan, name, dropped=bool(asked.values["dropout_threshold"]), deterministic=False)
     kernels = tuple(
         ExplainedKernel(each.kernel, each.threads, each.grid.value(known), each.shared_bytes)
         for each in launches.launches
     )
-    return replace(_gpu_pass(name, tile, GpuPass(plan, (), {})), kernels=kernels)
+    title, tile = ("jvp", plan.own.forward) if name == "forward" else ("jvp_backward", plan.own.backward)
+    return replace(_gpu_pass(title, tile, GpuPass(plan, (), {})), kernels=kernels)
 
 
 def explain_cache(name: str, machine: Machine, asked: AskedCall, forward: GpuPass) -> Explanation:

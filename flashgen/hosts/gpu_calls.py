@@ -16,7 +16,7 @@ from flashgen.analysis.tangent import with_slopes, with_tangent
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.compiler.compiled import CompiledKernel, compiled
 from flashgen.hosts.asked import AskedCall
-from flashgen.hosts.explain_gpu import explain_jvp, explain_jvp_backward
+from flashgen.hosts.explain_gpu import explain_jvp
 from flashgen.hosts.kernel import ELEMENTS
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
@@ -35,16 +35,16 @@ from flashgen.plan.plan import CallKind, Part
 from flashgen.targets.gpu.architecture import UnsupportedGpu
 from flashgen.targets.gpu.by_rows import pins_of_rows
 from flashgen.targets.gpu.compile import GpuBinary
-from flashgen.targets.gpu.launches import backward_launches, block_launches, cached_launches, forward_launches
 from flashgen.targets.gpu.layouts import fits_blocks
 from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, has_jvp, has_jvp_backward
+from flashgen.targets.gpu.started import pass_launches
 from flashgen.targets.gpu.tables import WIDEST_JVP
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan
 
-# What kernels of forward mode take.
-GPU_TANGENTS = f"{' and '.join(map(str, ELEMENTS_OF_JVP))}, head dimensions up to {WIDEST_JVP}"
-GPU_TANGENTS_BACKWARD = f"{GPU_TANGENTS}, scores without sqdist"
+# What kernels of forward mode take, and those of its backward pass.
+_NARROW = f"{' and '.join(map(str, ELEMENTS_OF_JVP))}, head dimensions up to {WIDEST_JVP}"
+GPU_TANGENTS = (_NARROW, f"{_NARROW}, scores without sqdist")
 
 
 @functools.lru_cache(maxsize=64)
@@ -83,14 +83,9 @@ def _has_blocks(spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget) -> bo
 def launches_of(plan: GpuPlan, name: PassName, values: Mapping[str, float]) -> PassLaunches:
     """The launches of a pass for values of ``struct Arguments`` by name."""
     variant, calls = plan.recipe.variant, kind_of(name, values)
-    if variant.listed is not None:
-        return block_launches(plan)
-    if variant.kind.cached:
-        return cached_launches(plan)
-    if name == "forward" or (variant.tangent is not None and not variant.kind.backward_only):
-        return forward_launches(plan, dropped=bool(calls.dropped))
-    return backward_launches(
+    return pass_launches(
         plan,
+        name,
         dropped=bool(calls.dropped),
         deterministic=bool(calls.repeatable),
         captured=any(values[gradient_field(each.name)] for each in variant.gradients),
@@ -120,7 +115,7 @@ def with_jvp(
     if not has_jvp_backward(kernel_variant(spec, head_dim)):
         return told
     back = compiled(kernel_variant(spec, head_dim, FORWARD_MODE_BACKWARD), target, part=part).plan
-    return replace(told, jvp_backward=explain_jvp_backward(back, asked))
+    return replace(told, jvp_backward=explain_jvp(back, asked))
 
 
 def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementType, values: Mapping[str, float]) -> Pins:

@@ -22,7 +22,6 @@ from flashgen.hosts.cpu_backend import Package
 from flashgen.hosts.explain_gpu import GpuPass, explain_cache, explain_gpu
 from flashgen.hosts.gpu_calls import (
     GPU_TANGENTS,
-    GPU_TANGENTS_BACKWARD,
     check_element,
     has_kernels,
     kernel_variant,
@@ -62,8 +61,7 @@ class GpuProvider:
     ``CudaMissing``, ``NvrtcMissing``, ``UnsupportedGpu``, ``CompileFailed``.
     """
 
-    takes_tangents: ClassVar[str] = GPU_TANGENTS
-    takes_tangents_backward: ClassVar[str] = GPU_TANGENTS_BACKWARD
+    takes_tangents: ClassVar[tuple[str, str]] = GPU_TANGENTS
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ from flashgen.targets.gpu.model import (
     visit_list,
 )
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
+from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
 
 
 def staged_row(recipe: Recipe, Bc: int) -> int:
@@ -44,6 +44,16 @@ def staged_row(recipe: Recipe, Bc: int) -> int:
     """
     assert recipe.ahead is not None
     return 16 * (Bc * element_of(recipe.variant, recipe.ahead).bytes // 16 | 1)
+
+
+def layout_of(recipe: Recipe, element: ElementType, tiles: AnyChoice, *, with_dq: bool = True) -> Layout:
+    """That of a block with these tiles; of dK and dV ``with_dq``: it adds up dQ as well."""
+    match tiles:
+        case ForwardChoice():
+            return forward_layout(recipe, element, tiles)
+        case BackwardChoice():
+            return backward_layout(recipe, element, tiles, with_dq=with_dq)
+    return query_layout(recipe, element, tiles)
 
 
 def forward_layout(recipe: Recipe, element: ElementType, tiles: ForwardChoice) -> Layout:
