@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 
+from flashgen.targets.gpu.recipes import WARPS
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.mma.limits import ARCHITECTURES
-from flashgen.targets.mma.recipes import RECIPES
 
 
 @dataclass(frozen=True)
@@ -16,12 +15,9 @@ class MmaTarget(GpuTarget):
     """One architecture."""
 
     family = "mma"
-    recipes = RECIPES
+    recipes = WARPS
 
 
 def targets() -> Mapping[str, MmaTarget]:
     """Those that there are, by name."""
-    return _TARGETS
-
-
-_TARGETS: Mapping[str, MmaTarget] = MappingProxyType({each.name: MmaTarget(**asdict(each)) for each in ARCHITECTURES})
+    return {each.name: MmaTarget(**asdict(each)) for each in ARCHITECTURES}

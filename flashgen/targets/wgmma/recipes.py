@@ -24,6 +24,7 @@ from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice
 from flashgen.targets.wgmma import rules, tables
 
 PERSISTENT = "persistent"  # a choice of which tile comes next
+_Common = tuple[Decision, ...]  # what multiplies, what copies, and who
 _LONG_TILES = Decision.by("heads", "the longest tiles of several first", LONG_TILES)
 
 
@@ -123,13 +124,11 @@ def complete(recipe: Recipe, element: ElementType, row: AnyChoice, on: Architect
     if not row.warpgroups:
         return WARPS.complete(recipe, element, row, on)
     products = Decision.by("products", "of warpgroups (wgmma)", rules.WARPGROUPS)
-    if isinstance(row, BackwardChoice) and row.dq_in_halves:
-        return _with_halves_of_dq(recipe, row, products)
-    if isinstance(row, ForwardChoice) and row.takes_turns:
-        return _in_turns(recipe, row, products)
+    divides_dq = isinstance(row, BackwardChoice) and row.dq_in_halves
+    divides = row.split > 1 and not divides_dq and not (isinstance(row, ForwardChoice) and row.takes_turns)
     if (
         isinstance(row, QueryChoice)
-        or row.split > 1
+        or divides
         or variant.listed is not None
         or (variant.tangent is not None and not row.producers)
     ):
@@ -143,6 +142,10 @@ def complete(recipe: Recipe, element: ElementType, row: AnyChoice, on: Architect
     has_producers = row.producers > 0
     roles = (f"{row.producers} producer warps", rules.PRODUCERS) if has_producers else ("all warps alike", rules.ALONE)
     common = (products, staging, Decision.by("roles", *roles))
+    if isinstance(row, BackwardChoice) and divides_dq:
+        return _with_halves_of_dq(recipe, row, common)
+    if isinstance(row, ForwardChoice) and row.takes_turns:
+        return _in_turns(recipe, row, common)
     heads = _heads(recipe) if has_producers else ()
     if isinstance(row, ForwardChoice):
         if variant.kind.f8:
@@ -184,7 +187,7 @@ def _turns(recipe: Recipe, row: BackwardChoice) -> list[Decision]:
     return [Decision.by("sums over the batch", "in turn, a tile at a time", rules.IN_TURN)] if in_turn else []
 
 
-def _with_halves_of_dq(recipe: Recipe, row: BackwardChoice, products: Decision) -> Candidate[BackwardChoice]:
+def _with_halves_of_dq(recipe: Recipe, row: BackwardChoice, common: _Common) -> Candidate[BackwardChoice]:
     """Two warpgroups that divide dQ: others copy for them, by tensor copies, and a block has one key tile."""
     sent = min(row.dq_sent or 0, padded(recipe.variant.head_dim.qk) // 2)
     kept = ("P, then dP", rules.WEIGHTS_FIRST) if recipe.weights_first else ("S beside dP", rules.ALL_AT_ONCE)
@@ -197,9 +200,7 @@ def _with_halves_of_dq(recipe: Recipe, row: BackwardChoice, products: Decision) 
     return Candidate(
         own,
         (
-            products,
-            Decision.by("staging", "tensor copies", rules.TENSOR_COPIES),
-            Decision.by("roles", f"{row.producers} producer warps", rules.PRODUCERS),
+            *common,
             Decision.by("head dimension", *divided),
             *cluster,
             _order_of_keys(recipe, copies=True, has_producers=True),
@@ -216,15 +217,13 @@ def _heads(recipe: Recipe) -> tuple[Decision, ...]:
     return (_LONG_TILES,) if recipe.in_groups else ()
 
 
-def _in_turns(recipe: Recipe, row: ForwardChoice, products: Decision) -> Candidate[ForwardChoice]:
+def _in_turns(recipe: Recipe, row: ForwardChoice, common: _Common) -> Candidate[ForwardChoice]:
     """Two warpgroups that share rows, and weigh key tiles in turns; the blocks of a cluster share copies."""
     cluster = [Decision.by("cluster", f"{row.cluster} blocks", rules.CLUSTERS)] if row.cluster > 1 else []
     return Candidate(
         replace(row, tensor_copies=True, weighed=row.Bc),
         (
-            products,
-            Decision.by("staging", "tensor copies", rules.TENSOR_COPIES),
-            Decision.by("roles", f"{row.producers} producer warps", rules.PRODUCERS),
+            *common,
             Decision.by("head dimension", "divided among 2 warpgroups", rules.TURNS),
             Decision.by("tile order", PERSISTENT, rules.PERSISTENT),
             *cluster,

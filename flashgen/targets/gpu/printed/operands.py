@@ -39,7 +39,6 @@ class OperandCode:
     and dq, and of dk and dv: T, that of the call, or another. ``of_sequences`` are fields, and those of their tables.
     """
 
-    turned_keys: int
     written: str
     written_of_keys: str
     addressing: str
@@ -49,6 +48,7 @@ class OperandCode:
     params: tuple[Param, ...]
     captured: dict[str, str]  # the elements of each that has a gradient, by the field that receives it
     workspace: str
+    turned_keys: int = TURNED_KEYS
 
 
 def operand_code(plan: GpuPlan, passes: Collection[PassName]) -> OperandCode:
@@ -56,7 +56,6 @@ def operand_code(plan: GpuPlan, passes: Collection[PassName]) -> OperandCode:
     variant = plan.recipe.variant
     spec, has_sequences = variant.spec, variant.kind.ragged or variant.kind.cached
     return OperandCode(
-        turned_keys=TURNED_KEYS,
         written=_written(variant, "o", "dq"),
         written_of_keys=_written(variant, "dk", "dv"),
         addressing=addressing_code(variant.kind.operands),
