@@ -62,22 +62,16 @@ def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, kind: Kind = DENSE) -
 
 def has_kernels(kind: Kind, spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget) -> bool:
     """Whether a target has kernels of a kind of call of a spec."""
-    if kind is BY_BLOCKS:
-        return _has_blocks(spec, head_dim, target)
+    if kind is BY_BLOCKS:  # of all element types
+        elements = (spec.dtypes or ELEMENTS[:3]) if takes_blocks(spec, head_dim) else ()
+        fits = [fits_blocks(kernel_variant(spec, head_dim, kind), each, target.block_bytes) for each in elements]
+        return bool(fits) and all(fits)
     dense = kernel_variant(spec, head_dim)
     if kind is FORWARD_MODE:
         return has_jvp(dense)
     if kind is FORWARD_MODE_BACKWARD:
         return has_jvp_backward(dense)
     return kind is not EIGHT_BITS or (spec.takes_f8 and target.takes_f8(dense))
-
-
-def _has_blocks(spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget) -> bool:
-    """Whether there are kernels by blocks of keys, of all element types."""
-    if not takes_blocks(spec, head_dim):
-        return False
-    variant = with_listed_blocks(spec, head_dim)
-    return all(fits_blocks(variant, each, target.block_bytes) for each in spec.dtypes or ELEMENTS[:3])
 
 
 def launches_of(plan: GpuPlan, name: PassName, values: Mapping[str, float]) -> PassLaunches:

@@ -6,6 +6,7 @@ Stage: IR. In: nothing. Out: ``ROWS``. Ints are 32-bit and wrap; ``meaning`` hol
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from flashgen.ir import interval, interval_float
@@ -46,38 +47,21 @@ def _wrapped(xp: ArrayNamespace, value: Any) -> Any:
     return value if xp.is_float(value) else wrap(value)
 
 
-# ∂(x + y) = 1, 1;  ∂(x - y) = 1, -1
-def _add(xp: ArrayNamespace, x: Any, y: Any) -> Any:
-    return _wrapped(xp, x + y)
+def _wrapping(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda xp, *args: _wrapped(xp, function(*args))
 
 
-def _sub(xp: ArrayNamespace, x: Any, y: Any) -> Any:
-    return _wrapped(xp, x - y)
-
-
-# ∂(x · y) = y, x
-def _mul(xp: ArrayNamespace, x: Any, y: Any) -> Any:
-    return _wrapped(xp, x * y)
-
-
-def _other(_x: Expr, y: Expr) -> Expr:
-    return y
-
-
-def _first(x: Expr, _y: Expr) -> Expr:
-    return x
+# ∂(x + y) = 1, 1;  ∂(x - y) = 1, -1;  ∂(x · y) = y, x
+_add, _sub = _wrapping(operator.add), _wrapping(operator.sub)
+_mul, _neg = _wrapping(operator.mul), _wrapping(operator.neg)
+_D_MUL = partials(lambda _x, y: y, lambda x, _y: x)
 
 
 # ∂(x / y) = 1/y, -(x/y)/y
-def _div_by_x(_x: Expr, y: Expr) -> Expr:
-    return real_node("div", ONE, y)
-
-
-def _div_by_y(x: Expr, y: Expr) -> Expr:
-    return real_node("neg", real_node("div", real_node("div", x, y), y))
-
-
-_D_DIV = partials(_div_by_x, _div_by_y)
+_D_DIV = partials(
+    lambda _x, y: real_node("div", ONE, y),
+    lambda x, y: real_node("neg", real_node("div", real_node("div", x, y), y)),
+)
 
 
 def _nonzero(xp: ArrayNamespace, y: Any) -> Any:
@@ -98,17 +82,12 @@ def _mod(xp: ArrayNamespace, x: Any, y: Any) -> Any:
     return xp.where(y == 0, 0, xp.remainder(x, _nonzero(xp, y)))
 
 
-def _mod_by_y(x: Expr, y: Expr) -> Expr:
-    return real_node("neg", real_node("floordiv", x, y))
+_D_MOD = partials(ONE, lambda x, y: real_node("neg", real_node("floordiv", x, y)))
 
 
 # ceildiv(x, y) = -(-x // y), by 0 is 0
 def _ceildiv(xp: ArrayNamespace, x: Any, y: Any) -> Any:
     return wrap(-_floordiv(xp, wrap(-x), y))
-
-
-def _neg(xp: ArrayNamespace, x: Any) -> Any:
-    return _wrapped(xp, -x)
 
 
 # ∂(x^y) = y x^(y-1) (0 where y = 0),  x^y log x (0 where x = 0 and y ≥ 0)
@@ -136,10 +115,6 @@ def _ipow(xp: ArrayNamespace, x: Any, y: Any) -> Any:
 # ∂|x| = sign x.  The int |-2**31| wraps to -2**31.
 def _abs(xp: ArrayNamespace, x: Any) -> Any:
     return _wrapped(xp, xp.abs(x))
-
-
-def _abs_by_x(x: Expr) -> Expr:
-    return real_node("sign", x)
 
 
 # sign NaN = 0
@@ -261,7 +236,7 @@ ROWS = (
         *("mul", "*", numeric, _mul, _MUL, _BINARY, _MULTIPLIED),
         c="*",
         strength=Strength.PRODUCT,
-        derivative=partials(_other, _first),
+        derivative=_D_MUL,
     ),
     row(
         *("neg", "-", numeric, _neg, _NEG, _UNARY, folding(operator.neg)),
@@ -289,7 +264,7 @@ ROWS = (
         *("mod", "%", numeric, _mod, _MOD, _BINARY, folding(nonzero(operator.mod))),
         c="floor_mod",
         strength=Strength.PRODUCT,
-        derivative=partials(ONE, _mod_by_y),
+        derivative=_D_MOD,
         cost=Cost(0, 14),
         kink=_from_step,
     ),
@@ -306,7 +281,17 @@ ROWS = (
         strength=Strength.POWER,
         cost=Cost(0, 2),
     ),
-    row("abs", "abs", numeric, _abs, _ABS, _UNARY, folding(abs), derivative=partials(_abs_by_x), kink=abs),
+    row(
+        "abs",
+        "abs",
+        numeric,
+        _abs,
+        _ABS,
+        _UNARY,
+        folding(abs),
+        derivative=partials(lambda x: real_node("sign", x)),
+        kink=abs,
+    ),
     row("sign", "sign", numeric, _sign, _SIGN, _UNARY, folding(_sign_of), derivative=FLAT, kink=abs),
     row("min", "min", numeric, _MIN, _MIN_RANGE, _BINARY, folding(min), derivative=_D_MIN, most=None, kink=_apart),
     row("max", "max", numeric, _MAX, _MAX_RANGE, _BINARY, folding(max), derivative=_D_MAX, most=None, kink=_apart),

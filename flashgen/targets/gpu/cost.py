@@ -111,7 +111,7 @@ def _main_kernel(
     per_head = counts.column_tiles if isinstance(tiles, BackwardTiles) else counts.row_tiles
     if isinstance(tiles, BackwardTiles):
         per_head = per_head * (shape.heads // max(shape.kv_heads, 1))
-    sharers = _cluster(tiles)
+    sharers = tiles.cluster
     per_head = np.repeat(per_head, sharers)  # each block of a cluster has the tiles of all
     blocks = heads * len(per_head)
     resident = max(1, min(resident, -(-blocks // gpu.sms)))
@@ -144,7 +144,7 @@ def _main_kernel(
 def _resident(tiles: AnyTiles, wanted: int, gpu: Gpu) -> tuple[int, str]:
     """Blocks that fit a multiprocessor at a time, and what they run out of first."""
     unit = multiprocessor_of(gpu.target)
-    warps = tiles.warps + (0 if isinstance(tiles, QueryTiles) else tiles.producers)
+    warps = tiles.warps + tiles.producers
     granule = -(-min(wanted, _most_registers(tiles, gpu)) // 8) * 8  # registers are given to a warp in units of 256
     limits = {
         "shared memory": gpu.target.sm_bytes // (tiles.sram_bytes + RESERVED_SHARED),
@@ -158,8 +158,6 @@ def _resident(tiles: AnyTiles, wanted: int, gpu: Gpu) -> tuple[int, str]:
 
 def _most_registers(tiles: AnyTiles, gpu: Gpu) -> int:
     """Of a thread, where registers are left for further blocks, or for warps that copy, as the plan wants there."""
-    if isinstance(tiles, QueryTiles):
-        return MOST
     if tiles.registers:
         return min(MOST, tiles.registers)
     if tiles.blocks == 1:
@@ -170,7 +168,7 @@ def _most_registers(tiles: AnyTiles, gpu: Gpu) -> int:
 
 def _tile(name: str, variant: Variant, element: ElementType, tiles: AnyTiles, gpu: Gpu, work: PairWork) -> _Tile:
     unit = multiprocessor_of(gpu.target)
-    rows, columns = _sharers(tiles), _cluster(tiles) // _sharers(tiles)  # parts of a tile that blocks have
+    rows, columns = _sharers(tiles), tiles.cluster // _sharers(tiles)  # parts of a tile that blocks have
     pairs = tiles.Br * tiles.Bc // rows
     products = [padded(each) for each in work.products]
     rate = _product_rate(gpu, element, warpgroups=tiles.warpgroups)
@@ -190,15 +188,10 @@ def _tile(name: str, variant: Variant, element: ElementType, tiles: AnyTiles, gp
     )
 
 
-def _cluster(tiles: AnyTiles) -> int:
-    """Blocks that have a part of a tile each: of its rows, of its keys, or of all columns."""
-    return 1 if isinstance(tiles, QueryTiles) else tiles.cluster
-
-
 def _sharers(tiles: AnyTiles) -> int:
     """Blocks that have a part of a tile's rows, or keys, each, and copy a part of what they all read."""
     divides = isinstance(tiles, ForwardTiles) or (isinstance(tiles, BackwardTiles) and tiles.divides_keys)
-    return _cluster(tiles) if divides else 1
+    return tiles.cluster if divides else 1
 
 
 def _product_rate(gpu: Gpu, element: ElementType, *, warpgroups: bool) -> float:

@@ -68,7 +68,7 @@ def emit_cuda(plan: GpuPlan, name: PassName | None = None) -> KernelSource:
 def _context(plan: GpuPlan, passes: Collection[PassName]) -> _Context:
     recipe = plan.recipe
     places = Places(recipe)  # hooks come in the order in which they are placed
-    sinks = place_formulas(recipe, places)
+    place_formulas(recipe, places)
     gradients = gradient_code(recipe, places)
     mask = mask_code(recipe, places.placement, lines=has_warpgroups(plan))
     forward, backward, queries = forward_code(plan), backward_code(plan), query_code(plan)
@@ -78,7 +78,7 @@ def _context(plan: GpuPlan, passes: Collection[PassName]) -> _Context:
         plan=plan,
         recipe=recipe,
         kind=recipe.variant.kind,
-        spec=spec_code(recipe, places, sinks),
+        spec=spec_code(recipe, places),
         mask=mask,
         operands=operand_code(plan, passes),
         forward=forward,

@@ -111,8 +111,10 @@ def _observe(plan: GpuPlan) -> list[Launch]:
     return [Launch(f"{plan.symbol}_observe", Sum(counts), 128, 0)] if counts else []
 
 
-def forward_buffers(recipe: Recipe) -> tuple[Buffer, ...]:
-    """The workspace of the forward pass whose blocks are persistent."""
+def forward_buffers(recipe: Recipe, tiles: ForwardTiles) -> tuple[Buffer, ...]:
+    """The workspace of the forward pass. Blocks are persistent that tensor copies serve."""
+    if not tiles.tensor_copies:
+        return observed_buffers(recipe)
     first = (Buffer(TURNED_V, turned_v(recipe.variant)),) if recipe.variant.kind.f8 else ()
     return (*first, *observed_buffers(recipe), Buffer(TILE_COUNTER, Count((), 4), clear=True))
 
@@ -199,8 +201,7 @@ def forward_launches(plan: GpuPlan, *, dropped: bool) -> PassLaunches:
     turning = Count((*_heads(variant, "kv_heads"), Factor("kv_len", TURNED_KEYS)))
     turn = (Launch(f"{symbol}_turn_{element}", turning, 256, 0),) if variant.kind.f8 else ()
     launches = (*_observe(plan), *made_in_workspace(lists), *turn, launch)
-    buffers = forward_buffers(recipe) if tile_counter else observed_buffers(recipe)
-    return PassLaunches(buffers, launches, lists, variant.kind.operands)
+    return PassLaunches(forward_buffers(recipe, tiles), launches, lists, variant.kind.operands)
 
 
 def work_tiles(tiles: ForwardTiles) -> Count:

@@ -310,5 +310,5 @@ def _warpgroup_problems(choice: AnyChoice) -> Iterator[str]:
         yield "a warpgroup has 64 rows of dQ"
     if (choice.stages != 2 and choice.split == 1) or width > 256:
         yield "warpgroups have two stages of at most 256 rows"
-    if not isinstance(choice, QueryChoice) and choice.blocks > 1 and choice.blocks * choice.warps > MOST_WARPS:
+    if choice.blocks > 1 and choice.blocks * choice.warps > MOST_WARPS:
         yield "the blocks of a multiprocessor leave a thread 128 registers"

@@ -10,7 +10,7 @@ everywhere.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,11 @@ class QueryChoice:
     warpgroups: bool = False
     split: int = 1
     weighed: int = 0
+    # What no kernel of dQ has: warps that copy, blocks that share registers or tiles.
+    producers: ClassVar[int] = 0
+    blocks: ClassVar[int] = 1
+    cluster: ClassVar[int] = 1
+    registers: ClassVar[int] = 0
 
 
 AnyChoice: TypeAlias = ForwardChoice | BackwardChoice | QueryChoice
@@ -148,7 +153,6 @@ HALF_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (32, (F(128, 128, 4, 1, True), F(128, 64, 4, 2, True), F(64, 64, 4), F(32, 32, 2))),
     (64, (F(128, 128, 4), F(128, 64, 4, 2, True), F(128, 64, 4), F(64, 64, 4), F(32, 32, 2))),
     (128, (F(128, 64, 4), F(128, 32, 4, 2), F(128, 32, 4), F(64, 64, 4), F(32, 32, 2))),
-    (192, (F(128, 64, 8), F(64, 64, 4), F(64, 32, 4), F(32, 32, 2))),
     (256, (F(128, 64, 8), F(64, 64, 4), F(64, 32, 4), F(32, 32, 2))),
     (
         WIDEST,
@@ -208,7 +212,6 @@ SINGLE_JVP_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
 )
 HALF_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (B(64, 128, 8, 2), B(64, 128, 8), B(64, 64, 4), B(32, 32, 2))),
-    (96, (B(64, 128, 8), B(64, 64, 8, 1, 2), B(32, 64, 4), B(32, 32, 2))),
     (128, (B(64, 128, 8), B(64, 64, 8, 1, 2), B(32, 64, 4), B(32, 32, 2))),
     (192, (B(64, 64, 8, 1, 2), B(32, 64, 8, 1, 2), B(32, 32, 4, 1, 2), B(32, 16, 2, 1, 2))),
     (256, (B(64, 64, 8, 1, 2), B(32, 48, 6, 1, 2), B(32, 32, 4, 1, 2), B(32, 16, 2, 1, 2))),
@@ -242,7 +245,6 @@ SINGLE_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (WIDEST, (B(32, 16, 4, 1, 4), B(16, 16, 4, 1, 4))),
 )
 SINGLE_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
-    (64, (Q(64, 32, 4), Q(32, 32, 2), Q(16, 16, 1))),
     (128, (Q(64, 32, 4), Q(32, 32, 2), Q(16, 16, 1))),
     (256, (Q(64, 32, 4), Q(32, 32, 2), Q(32, 16, 2), Q(16, 16, 1))),
     (WIDEST, (Q(32, 16, 8, split=4), Q(16, 16, 4, split=4))),

@@ -67,8 +67,8 @@ def workspace_code(plan: GpuPlan, passes: Collection[PassName]) -> str:
     lines = []
     code = _of_ragged_batches if kind.ragged else count_code
     found: list[tuple[Buffer, ...]] = []
-    if "forward" in passes and plan.own.forward.tensor_copies:
-        found.append(forward_buffers(recipe))
+    if "forward" in passes:
+        found.append(forward_buffers(recipe, plan.own.forward))
     if "backward" in passes:
         tiles = plan.own.backward
         turns, parts = takes_turns(recipe, tiles), shared_buffers(recipe, tiles)
