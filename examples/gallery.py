@@ -16,7 +16,7 @@ from flashgen.analysis.variant import analyse
 from flashgen.compiler.pipeline import check_file
 from flashgen.ir.shape import Shape
 from flashgen.picture.mask import MaskPicture, mask_picture
-from flashgen.picture.paint import save_small
+from flashgen.picture.paint import paint, png, size_of
 from flashgen.targets.cpu.device import GENERIC_CPU
 from flashgen.targets.cpu.plan import plan_cpu
 from flashgen.verification import fitting
@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs" / "gallery"
 
 LENGTH, SEED = 1024, 4
+LONGEST = 112  # pixels of a side
 # Lengths at which a mask shows what it is about: a few times its window, block or image.
 LENGTHS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {
@@ -61,7 +62,8 @@ def main(folder: Path) -> None:
     """Draw all."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in sorted((ROOT / "specs").glob("*.attn")):
-        save_small(picture(file), folder / f"{file.stem}.png")
+        drawn = picture(file)
+        (folder / f"{file.stem}.png").write_bytes(png(paint(drawn, *size_of(drawn, LONGEST))))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Set before anything is imported, so that subprocesses and OpenMP see it. Compiled kernels are kept between runs:
 # the cache is addressed by content, and a change of a template is another entry.
-os.environ.setdefault("FLASHGEN_CACHE_DIR", str(ROOT / ".pytest_cache" / "kernels"))
+KERNELS = Path(os.environ.setdefault("FLASHGEN_CACHE_DIR", str(ROOT / ".pytest_cache" / "kernels")))
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # What takes long on a slow machine is no part of what a command prints.
 os.environ.setdefault("FLASHGEN_PROGRESS", "0")
@@ -81,36 +81,46 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 # Tests of these folders and modules are about something else than numbers of 16 bits on CPUs: their kernels are what a
 # compiler has soon. Products of bfloat16 alone, of pairs or in matrix registers, take a third of its time, and what -O2
-# does beyond -O1 a third of the rest.
+# does beyond -Og half of the rest.
 QUICKLY_COMPILED = frozenset(
     {"benchmark", "cache", "cli", "distributed", "documents", "examples", "flash", "flex", "fuzz", "integrations"}
     | {"masks", "nn", "numeric", "op", "peers", "pipeline", "tuning"}
 )
-AS_THE_PRODUCT = frozenset(
-    f"numeric/test_{name}.py"
-    for name in (
-        *("cpu_kinds", "eight_bits", "elements_of_nothing", "extreme_scores", "gallery"),
-        *("large_head_dims", "matrix_products", "ragged"),
-    )
+# Modules that ask for every product, by -Og as well, and those whose numbers are the compiler's of users.
+OF_EVERY_PRODUCT = frozenset(
+    f"numeric/test_{name}.py" for name in ("eight_bits", "elements_of_nothing", "large_head_dims", "ragged")
 )
+AS_THE_PRODUCT = frozenset(
+    f"numeric/test_{name}.py" for name in ("cpu_kinds", "extreme_scores", "gallery", "matrix_products")
+)
+# -Og takes two thirds of the time of -O1 for a kernel of the emulator, too. It inlines no calls, so that a conflict of
+# banks is told without the lines that led to it.
+TOLD_BY_LINES = "emulator"
 NO_OTHER_PRODUCTS = ("-DFLASHGEN_MATRIX_PRODUCTS=0", "-DFLASHGEN_PAIR_PRODUCTS=0")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
     """Of a module: a package's fixture would last to the session's end, as folders here have no __init__.py."""
+    from flashgen.hosts.emulator import program
     from flashgen.toolchains import cpp as compiler
+    from tests.precompiled import standard_headers
 
     def quick() -> compiler.Compiler:
         found = find()
-        own, *others = found.command
-        return replace(found, command=(own, *NO_OTHER_PRODUCTS, *others), flags=("-O1",))  # what CXX says wins
+        own, *others = found.command  # what CXX says wins
+        chosen = replace(found, command=(own, *left_out, *others), flags=("-Og",))
+        return replace(chosen, flags=(*chosen.flags, *standard_headers(chosen, KERNELS / "headers")))
 
     find, file = compiler.find_compiler, request.path.relative_to(ROOT / "tests")
+    folder, module = file.parts[0], file.as_posix()
+    left_out = () if module in OF_EVERY_PRODUCT else NO_OTHER_PRODUCTS
     whole = "not slow" not in request.config.option.markexpr  # `make test-all` has what users have
     with pytest.MonkeyPatch.context() as patch:
-        if not whole and file.parts[0] in QUICKLY_COMPILED and file.as_posix() not in AS_THE_PRODUCT:
+        if not whole and folder in QUICKLY_COMPILED and module not in AS_THE_PRODUCT:
             patch.setattr(compiler, "find_compiler", quick)
+        if not whole and folder != TOLD_BY_LINES:
+            patch.setattr(program, "_KERNEL_FLAGS", ("-Og",))
         yield
 
 

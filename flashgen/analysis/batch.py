@@ -7,10 +7,10 @@ it maps into the batch where this allows it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from flashgen.analysis.simplify import simplify
-from flashgen.ir.expr import Expr, Load, index, size, walk
+from flashgen.ir.expr import Load, index, size, walk
 from flashgen.ir.spec import AttentionSpec
 
 _B, _b = size("B"), index("b")
@@ -37,11 +37,6 @@ def batch_axes(spec: AttentionSpec) -> Mapping[str, int | None] | None:
         own = axes[node.tensor] if isinstance(node, Load) else None
         if own is not None and isinstance(node, Load) and node.indices[own] != _b:
             return None
-        if _b in _read(node, own):
+        if _b in (child for n, child in enumerate(node.children) if n != own):
             return None
     return axes
-
-
-def _read(node: Expr, but: int | None) -> Iterator[Expr]:
-    """What a node reads itself, but for one of its children."""
-    return (child for n, child in enumerate(node.children) if n != but)

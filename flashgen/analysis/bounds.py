@@ -16,7 +16,7 @@ to users (``index_checks.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import product
@@ -44,7 +44,7 @@ from flashgen.ir.expr import (
 )
 from flashgen.ir.interval import IntRange, Range
 from flashgen.ir.interval_float import point
-from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.ir.spec import AttentionSpec, HeadDim, Layout
 from flashgen.ir.types import ScalarType
 
 __all__ = ["Conditions", "IndexProof", "IndexStatus", "bounds", "clamped_dimensions", "prove_indices"]
@@ -109,7 +109,11 @@ def clamped_dimensions(load: Load, proofs: Iterable[IndexProof]) -> tuple[bool, 
 
 def prove_indices(spec: AttentionSpec, head_dim: HeadDim) -> tuple[IndexProof, ...]:
     """A proof for each index of each distinct load of the spec, in the order of reading."""
-    rewrite = _rewriting(spec, head_dim)
+    values = known_symbols(head_dim, spec.layout)
+
+    def rewrite(expr: Expr) -> Expr:
+        return simplify(substitute(expr, values))
+
     contexts: dict[Load, set[Context]] = {}
     for root, condition in _roots(spec):
         for load, found in _contexts(rewrite(root), frozenset({rewrite(condition)})).items():
@@ -123,14 +127,14 @@ def prove_indices(spec: AttentionSpec, head_dim: HeadDim) -> tuple[IndexProof, .
     )
 
 
-def _rewriting(spec: AttentionSpec, head_dim: HeadDim) -> Callable[[Expr], Expr]:
-    """From the spec's expressions to the kernel's."""
+def known_symbols(head_dim: HeadDim, layout: Layout | None) -> dict[Expr, Expr]:
+    """What kernels have for symbols of a spec: D and Dv as numbers, I as i // block, J as j // block."""
     values: dict[Expr, Expr] = {size("D"): literal(head_dim.qk), size("Dv"): literal(head_dim.v)}
-    if spec.layout is not None:
+    if layout is not None:
         for block_name, index_name in (("I", "i"), ("J", "j")):
             block = Symbol(ScalarType.INT, name=block_name, kind=SymbolKind.BLOCK)
-            values[block] = apply("floordiv", index(index_name), literal(spec.layout.block))
-    return lambda expr: simplify(substitute(expr, values))
+            values[block] = apply("floordiv", index(index_name), literal(layout.block))
+    return values
 
 
 def _roots(spec: AttentionSpec) -> Iterator[tuple[Expr, Expr]]:

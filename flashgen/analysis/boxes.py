@@ -9,7 +9,7 @@ compare.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
@@ -21,17 +21,12 @@ from flashgen.analysis.range_program import Alternative, RangeProgram, range_pro
 from flashgen.analysis.range_values import Flags, Ints, Known, Ranges, RangeValues
 from flashgen.analysis.ranging import LoadRange
 from flashgen.analysis.tiles import Tile, TileClass, tile_ranges
-from flashgen.analysis.variant import over_positions
-from flashgen.ir.build import apply
 from flashgen.ir.expr import Expr, index
 from flashgen.ir.interval import IntRange
-from flashgen.ir.spec import Layout
 from flashgen.ir.types import ScalarType
 
 _Piece = tuple[int, int, int, int, int]  # the ends of i and of j, and how often it was cut
 
-EMPTY, PARTIAL, FULL = range(3)
-CODES: Mapping[int, TileClass] = {EMPTY: TileClass.EMPTY, PARTIAL: TileClass.PARTIAL, FULL: TileClass.FULL}
 _VARYING = {name: index(name) for name in ("b", "h", "hkv", "i", "j")}
 
 
@@ -55,24 +50,21 @@ class Boxes:
 
     def take(self, chosen: Flags) -> Boxes:
         """Some of them."""
-        return Boxes(
+        return replace(
+            self,
             b=self.b[chosen],
             h=self.h[chosen],
             first_i=self.first_i[chosen],
             last_i=self.last_i[chosen],
             first_j=self.first_j[chosen],
             last_j=self.last_j[chosen],
-            sizes=self.sizes,
-            params=self.params,
-            computed=self.computed,
         )
 
 
-def classify(keep: Expr, tile: Tile, layout: Layout | None = None, loads: LoadRange | None = None) -> TileClass:
-    """The class of a tile under ``keep`` and, where one is given, a layout that ``keep`` does not contain yet."""
-    keep = keep if layout is None else apply("and", keep, over_positions(layout))
+def classify(keep: Expr, tile: Tile, loads: LoadRange | None = None) -> TileClass:
+    """The class of a tile."""
     program = range_program(keep)
-    return CODES[int(_classes(program, RangeValues(program, dict(tile_ranges(tile)), loads), 1)[0])]
+    return TileClass(_classes(program, RangeValues(program, dict(tile_ranges(tile)), loads), 1)[0])
 
 
 def classify_boxes(keep: Expr, boxes: Boxes, loads: LoadRange | None = None) -> NDArray[np.int8]:
@@ -83,11 +75,11 @@ def classify_boxes(keep: Expr, boxes: Boxes, loads: LoadRange | None = None) -> 
 
 
 def _classes(program: RangeProgram, values: RangeValues, boxes_count: int) -> NDArray[np.int8]:
-    found = np.full(boxes_count, EMPTY, np.int8)
+    found = np.full(boxes_count, TileClass.EMPTY, np.int8)
     holds = _any_passes(program.kept, values, boxes_count)
-    found[holds] = FULL
+    found[holds] = TileClass.FULL
     drops = _any_passes(program.dropped, values.of(holds), int(holds.sum()))
-    found[np.flatnonzero(holds)[drops]] = PARTIAL
+    found[np.flatnonzero(holds)[drops]] = TileClass.PARTIAL
     return found
 
 
@@ -105,7 +97,7 @@ def classify_tiles(
     """
     found = classify_boxes(keep, boxes, loads)
     extents = (boxes.last_i - boxes.first_i, boxes.last_j - boxes.first_j)
-    left_open = (found == PARTIAL) & (extents[0] < MOST_POSITIONS) & (extents[1] < MOST_POSITIONS)
+    left_open = (found == TileClass.PARTIAL) & (extents[0] < MOST_POSITIONS) & (extents[1] < MOST_POSITIONS)
     left_open &= True if are_tiles is None else are_tiles
     if is_cut(keep) and left_open.any():
         places = np.flatnonzero(left_open)
@@ -122,7 +114,7 @@ def _in_pieces(keep: Expr, boxes: Boxes) -> NDArray[np.int8]:
     Few at first, as most boxes show soon that they are mixed. In whichever order pieces are looked at, a class comes
     out where all that are settled agree, none stays open, and no more than ``MOST_PIECES`` were looked at.
     """
-    found = np.full(len(boxes.b), PARTIAL, np.int8)
+    found = np.full(len(boxes.b), TileClass.PARTIAL, np.int8)
     row_sizes, column_sizes = block_sizes(keep, ROW), block_sizes(keep, COLUMN)
     ends = zip(*(each.tolist() for each in (boxes.first_i, boxes.last_i, boxes.first_j, boxes.last_j)), strict=True)
     open_ = {number: [(i0, i1, j0, j1, 0)] for number, (i0, i1, j0, j1) in enumerate(ends)}
@@ -142,10 +134,10 @@ def _in_pieces(keep: Expr, boxes: Boxes) -> NDArray[np.int8]:
         for number, piece, code in zip(at, pieces, classify_boxes(keep, asked_for).tolist(), strict=True):
             if number not in open_:
                 continue
-            parts = _parts(piece, row_sizes, column_sizes) if code == PARTIAL else None
+            parts = _parts(piece, row_sizes, column_sizes) if code == TileClass.PARTIAL else None
             if parts is not None:
                 open_[number] += reversed(parts)
-            elif code == PARTIAL or seen[number] not in (-1, code):
+            elif code == TileClass.PARTIAL or seen[number] not in (-1, code):
                 del open_[number]
             else:
                 seen[number] = code

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from flashgen.analysis.levels import Level, kept_level, level_of
-from flashgen.analysis.variant import CapturedGradient, Variant, map_weights
+from flashgen.analysis.variant import CapturedGradient, Variant, map_weights, maybe
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Load, index, literal, rewrite
 from flashgen.ir.operators import OPERATORS
@@ -37,17 +37,15 @@ def over_diagonals(variant: Variant, is_kept: Callable[[Expr], bool] = _always, 
 
 @functools.lru_cache(maxsize=64)
 def _over_diagonals(variant: Variant, is_kept: Callable[[Expr], bool], sums: bool) -> Variant:
-    by_sqdist, by_score = variant.score_by_sqdist, variant.weight_by_score
     proofs = [(proof, by_distance(proof.load)) for proof in variant.proofs]
     rewritten = _Rewriter(is_kept)
-
     return replace(
         variant,
         score=rewritten(variant.score),
         weights=map_weights(variant.weights, rewritten),
         score_by_dot=rewritten(variant.score_by_dot),
-        score_by_sqdist=None if by_sqdist is None else rewritten(by_sqdist),
-        weight_by_score=None if by_score is None else rewritten(by_score),
+        score_by_sqdist=maybe(rewritten, variant.score_by_sqdist),
+        weight_by_score=maybe(rewritten, variant.weight_by_score),
         gradients=tuple(_gradient(each, rewritten, sums=sums) for each in variant.gradients),
         tangent=None if variant.tangent is None else variant.tangent.mapped(rewritten),
         proofs=(*variant.proofs, *(replace(proof, load=load) for proof, load in proofs if load is not None)),

@@ -14,7 +14,7 @@ from flashgen.analysis.linear import Linear, atom_form, range_of_form
 from flashgen.analysis.ranging import NO_FACTS, Evaluator, Facts
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, index, literal, size
-from flashgen.ir.interval import IntRange, Range
+from flashgen.ir.interval import INT_MIN, IntRange, Range
 
 SIZE_LIMIT = 2**30  # positions, heads and batches are fewer, so that sums of two do not wrap
 SIZE_OF = {"b": "B", "h": "H", "hkv": "Hkv", "i": "Nq", "j": "Nk"}
@@ -109,7 +109,7 @@ class Prover:
                 yield (form(x), first), (form(y), second)
             case Apply(op="clamp", args=(x, lo, hi)):
                 yield ((form(apply("min", apply("max", x, lo), hi)), None),)
-            case Apply(op="abs", args=(x,)) if not self._may_be_lowest(x, facts):
+            case Apply(op="abs", args=(x,)) if self._lowest(x, facts) > INT_MIN:
                 negative = apply("lt", x, literal(0))
                 yield (form(x), negation(negative)), (Linear().plus(form(x), -1), negative)
             case Apply(op="mod", args=(_, n)) if self._lowest(n, facts) >= 1:
@@ -159,6 +159,3 @@ class Prover:
         found = self._evaluator.range(expr, facts)
         assert isinstance(found, IntRange)
         return found.lo
-
-    def _may_be_lowest(self, expr: Expr, facts: Facts) -> bool:
-        return self._lowest(expr, facts) == -(2**31)

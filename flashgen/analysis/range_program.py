@@ -22,8 +22,6 @@ from flashgen.analysis.constraints import (
     Form,
     Limit,
     Term,
-    Truth,
-    Unequal,
     block_of,
     is_point,
 )
@@ -234,8 +232,8 @@ class _Lowering:
         box, checks = self._whole, list[Check]()
         for number, bound in enumerate(term.bounds):
             box = self._bound(bound, box, checks, is_needed=term.tightens(number))
-        checks += [self._unequal(each, box) for each in term.unequal]
-        checks += [self._truth(each, box) for each in term.truths]
+        checks += [Differs(self._measure(each.form, box), self._end(each.limit)) for each in term.unequal]
+        checks += [MayBe(self._range(each.condition, box), each.value) for each in term.truths]
         return tuple(checks)
 
     def _bound(self, bound: Bound, box: _Box, checks: list[Check], *, is_needed: bool) -> _Box:
@@ -265,12 +263,6 @@ class _Lowering:
                 checks.append(Some(rest))
             box = box.with_position(position, rest)
         return box
-
-    def _unequal(self, unequal: Unequal, box: _Box) -> Differs:
-        return Differs(self._measure(unequal.form, box), self._end(unequal.limit))
-
-    def _truth(self, truth: Truth, box: _Box) -> MayBe:
-        return MayBe(self._range(truth.condition, box), truth.value)
 
     def _measure(self, form: Form, box: _Box) -> Register:
         """The range of a form, over the integers."""

@@ -81,7 +81,8 @@ class RangeValues:
 
     def of(self, chosen: Flags) -> RangeValues:
         """The same over some of the boxes."""
-        some = RangeValues(self._program, _taken(self._known, chosen), self._loads, computed=self._computed)
+        known: Known = {expr: _some(found, chosen) for expr, found in self._known.items()}
+        some = RangeValues(self._program, known, self._loads, computed=self._computed)
         some._values = {register: _some(found, chosen) for register, found in self._values.items()}
         return some
 
@@ -179,9 +180,10 @@ class RangeValues:
         return self._known[expr]
 
     def _elements(self, load: Load, indices: tuple[Range | Ranges, ...]) -> Range | Ranges:
-        if self._loads is None:
+        loads = self._loads
+        if loads is None:
             return full(load.type)
-        return _by_rows(load.type, indices, functools.partial(_loaded, load, self._loads))
+        return _by_rows(load.type, indices, lambda *ranges: loads(load, ranges))
 
 
 def _of_ends(lo: Ints, hi: Ints) -> Range | Ranges:
@@ -203,18 +205,11 @@ def _chosen(flag: Flags | bool, x: Ints, y: Ints) -> Ints:
     return x if flag is True else np.where(flag, x, y)
 
 
-def _some(found: Range | Ranges | Flags, chosen: Flags) -> Range | Ranges | Flags:
+def _some(found: Any, chosen: Flags) -> Any:
+    """Of what is known of each box, or of all: that of some boxes."""
     if isinstance(found, Ranges):
         return found.take(chosen)
     return found[chosen] if isinstance(found, np.ndarray) and found.ndim else found
-
-
-def _loaded(load: Load, loads: LoadRange, *indices: Range) -> Range:
-    return loads(load, indices)
-
-
-def _taken(known: Known, chosen: Flags) -> Known:
-    return {expr: found.take(chosen) if isinstance(found, Ranges) else found for expr, found in known.items()}
 
 
 def _number(op: str, *operands: Range) -> Range:

@@ -125,15 +125,13 @@ class Evaluator:
         if (known := facts.nodes.get(node)) is not None:
             found = interval.meet(found, known) or known
         if facts.sums and isinstance(found, IntRange) and isinstance(node, Apply):
+            own = found
             lo, hi = range_of_form(
-                self.linear(node, facts), lambda atom: self._atom(node, atom, found, facts), facts.sums
+                self.linear(node, facts), lambda atom: own if atom == node else self.range(atom, facts), facts.sums
             )
             if lo <= hi and lo >= INT_MIN and hi <= INT_MAX:
                 found = interval.meet(found, IntRange(lo, hi)) or found
         return found
-
-    def _atom(self, node: Expr, atom: Expr, found: Range, facts: Facts) -> Range:
-        return found if atom == node else self.range(atom, facts)
 
     def linear(self, expr: Expr, facts: Facts) -> Linear:
         """The linear form of an int expression where ``facts`` hold."""

@@ -21,9 +21,9 @@ from typing import TypeVar
 
 from flashgen.analysis.differentiate import derivative, derivatives
 from flashgen.analysis.simplify import simplify
-from flashgen.analysis.variant import DOT, SQDIST, CapturedGradient, S, Slopes, Tangent, Variant
+from flashgen.analysis.variant import DOT, SQDIST, CapturedGradient, S, Slopes, Tangent, Variant, reads_of
 from flashgen.ir.build import apply
-from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, literal, score_input, walk
+from flashgen.ir.expr import Expr, Load, Symbol, literal, score_input
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param, Schedule
 from flashgen.ir.types import ScalarType
 from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
@@ -90,7 +90,7 @@ def with_tangent(variant: Variant) -> Variant:
         gradients=(),
         kind=FORWARD_MODE,
         tangent=Tangent(
-            score=_sum(terms),
+            score=_sum_or_none(iter(terms)) or literal(0.0),
             weight=None if weights.weight is None else _sum_or_none(_by_reads(weights.weight, names)),
             sink=None if weights.sink is None else _sum_or_none(_by_reads(weights.sink, names)),
         ),
@@ -135,12 +135,7 @@ def _gradients(
     captured: tuple[CapturedTensor | Param, ...] = (*spec.tensors, *spec.params)
     learned = {each.name for each in captured if each.grad}
     own = {each.read: each for each in variant.gradients}
-    reads = dict[Load | Symbol, None].fromkeys(own)
-    for root in moved:
-        for node in () if root is None else walk(root):
-            match node:
-                case Load(tensor=name) | Symbol(kind=SymbolKind.PARAM, name=name) if name in learned:
-                    reads[node] = None
+    reads = dict.fromkeys((*own, *reads_of(learned, *moved)))
     by_read = [{} if root is None else derivatives(root, list(reads)) for root in moved]
     found = []
     for read in reads:
@@ -156,11 +151,7 @@ def _gradients(
 
 def _by_reads(root: Expr, names: Mapping[str, str]) -> Iterator[Expr]:
     """∂root/∂read t(read), of every distinct read of a float."""
-    reads: list[Load | Symbol] = []
-    for node in walk(root):
-        match node:
-            case Load(tensor=name) | Symbol(kind=SymbolKind.PARAM, name=name) if name in names:
-                reads.append(node)
+    reads = list(reads_of(names, root))
     slopes = derivatives(root, reads)
     for read in reads:
         yield _product(slopes[read], _tangent_of(read, names))
@@ -179,10 +170,6 @@ def _load_of(read: Load, names: Mapping[str, str]) -> Load:
 
 def _product(slope: Expr, tangent: Expr) -> Expr:
     return slope if slope == literal(0.0) else apply("mul", slope, tangent)
-
-
-def _sum(terms: list[Expr]) -> Expr:
-    return _sum_or_none(iter(terms)) or literal(0.0)
 
 
 def _sum_or_none(terms: Iterator[Expr]) -> Expr | None:

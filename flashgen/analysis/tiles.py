@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,12 @@ from flashgen.ir.types import ScalarType
 MOST_ELEMENTS = 4  # of a dimension, of elements that a pair reads; ranges.h says the same
 
 
-class TileClass(Enum):
-    """FULL: every pair is kept. EMPTY: none is. PARTIAL: some are, or it is not known."""
+class TileClass(IntEnum):
+    """EMPTY: no pair is kept. FULL: every one is. PARTIAL: some are, or it is not known. Arrays hold the numbers."""
 
-    FULL = "full"
-    EMPTY = "empty"
-    PARTIAL = "partial"
+    EMPTY = 0
+    PARTIAL = 1
+    FULL = 2
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field, replace
 
-from flashgen.analysis.bounds import IndexProof, prove_indices
+from flashgen.analysis.bounds import IndexProof, known_symbols, prove_indices
 from flashgen.analysis.differentiate import derivative, derivatives
 from flashgen.analysis.factors import factor_of_dot, gathered, is_of_launch
 from flashgen.analysis.levels import Level, level_of_indices
@@ -37,16 +37,13 @@ from flashgen.ir.expr import (
     Load,
     Symbol,
     SymbolKind,
-    index,
     index_set,
     literal,
     score_input,
-    size,
     substitute,
     walk,
 )
-from flashgen.ir.spec import AttentionSpec, HeadDim, Layout
-from flashgen.ir.types import ScalarType
+from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.weights import Weights
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.kind import Kind
@@ -56,6 +53,11 @@ SQDIST = score_input("sqdist")
 S = score_input("s")
 
 _Rule = Callable[[Expr], Expr]
+
+
+def maybe(rule: _Rule, expr: Expr | None) -> Expr | None:
+    """What ``rule`` makes of an expression that need not be there."""
+    return None if expr is None else rule(expr)
 
 
 @dataclass(frozen=True)
@@ -94,16 +96,12 @@ class CapturedGradient:
 
     def mapped(self, rule: _Rule) -> CapturedGradient:
         """The same with ``rule`` applied to what is computed for each pair."""
-
-        def maybe(part: Expr | None) -> Expr | None:
-            return None if part is None else rule(part)
-
         return replace(
             self,
-            from_score=maybe(self.from_score),
-            from_weight=maybe(self.from_weight),
-            from_score_tangent=maybe(self.from_score_tangent),
-            from_weight_tangent=maybe(self.from_weight_tangent),
+            from_score=maybe(rule, self.from_score),
+            from_weight=maybe(rule, self.from_weight),
+            from_score_tangent=maybe(rule, self.from_score_tangent),
+            from_weight_tangent=maybe(rule, self.from_weight_tangent),
         )
 
     @property
@@ -133,12 +131,8 @@ class Slopes:
 
     def mapped(self, rule: _Rule) -> Slopes:
         """The same with ``rule`` applied to each."""
-        by_sqdist, by_score = self.score_by_sqdist, self.weight_by_score
-        return Slopes(
-            rule(self.score_by_dot),
-            None if by_sqdist is None else rule(by_sqdist),
-            None if by_score is None else rule(by_score),
-        )
+        by_sqdist, by_score = maybe(rule, self.score_by_sqdist), maybe(rule, self.weight_by_score)
+        return Slopes(rule(self.score_by_dot), by_sqdist, by_score)
 
 
 @dataclass(frozen=True)
@@ -167,7 +161,7 @@ class Tangent:
         return replace(
             self,
             score=rule(self.score),
-            weight=None if self.weight is None else rule(self.weight),
+            weight=maybe(rule, self.weight),
             slopes=None if self.slopes is None else self.slopes.mapped(rule),
         )
 
@@ -242,16 +236,18 @@ def analyse(spec: AttentionSpec, head_dim: HeadDim) -> Variant:
     """Rewrite the spec for one head dimension."""
     spec = lowered(spec)
 
+    known = known_symbols(head_dim, spec.layout)
+
     def specialise(expr: Expr) -> Expr:
-        sizes: dict[Expr, Expr] = {size("D"): literal(head_dim.qk), size("Dv"): literal(head_dim.v)}
-        return substitute(expr, sizes)
+        return substitute(expr, known)
 
     score = substitute(specialise(spec.score), {S: apply("mul", apply("to_float", specialise(spec.scale)), DOT)})
     score, score_keep = split_masked_score(simplify(apply("to_float", score)))
     weights, score = canonical_weights(map_weights(spec.weights, specialise), score)
     weights = map_weights(weights, functools.partial(simplify, reciprocals=True))  # a division a pair is slow
     score = gathered(simplify(score))
-    keep = simplify(apply("and", specialise(spec.mask), apply("and", _layout_keep(spec, specialise), score_keep)))
+    layout = literal(True) if spec.layout is None else specialise(spec.layout.keep)
+    keep = simplify(apply("and", specialise(spec.mask), apply("and", layout, score_keep)))
 
     weight_by_score = None if weights.weight is None else derivative(weights.weight, S)
     # Weights that do not look at scores have no gradient through them, however steep these are: 0 · inf is no number.
@@ -300,33 +296,23 @@ def map_weights(weights: Weights, rule: _Rule) -> Weights:
     return weights.mapped(lambda expression: rule(apply("to_float", expression)))
 
 
-def _layout_keep(spec: AttentionSpec, specialise: _Rule) -> Expr:
-    """The layout as a condition on pairs: I = i // block, J = j // block."""
-    return literal(True) if spec.layout is None else specialise(over_positions(spec.layout))
-
-
-def over_positions(layout: Layout) -> Expr:
-    """The condition of a layout on pairs of positions."""
-    blocks: dict[Expr, Expr] = {}
-    for block_name, index_name in (("I", "i"), ("J", "j")):
-        block = Symbol(ScalarType.INT, name=block_name, kind=SymbolKind.BLOCK)
-        blocks[block] = apply("floordiv", index(index_name), literal(layout.block))
-    return substitute(layout.keep, blocks)
-
-
 def _captured_gradients(spec: AttentionSpec, score: Expr, weights: Weights) -> tuple[CapturedGradient, ...]:
     """Every distinct read of a grad tensor or param, in the order of first appearance."""
     roots = (score, weights.weight, weights.sink)
     differentiable = {tensor.name for tensor in spec.tensors if tensor.grad}
     differentiable |= {param.name for param in spec.params if param.grad}
-    reads: list[Load | Symbol] = []
-    for node in walk(*(root for root in roots if root is not None)):
-        match node:
-            case Load(tensor=name) | Symbol(kind=SymbolKind.PARAM, name=name) if name in differentiable:
-                reads.append(node)
+    reads = list(reads_of(differentiable, *roots))
     by_read = [None if root is None else derivatives(root, reads) for root in roots]
     parts = [(read, [None if of is None else _nonzero(of[read]) for of in by_read]) for read in reads]
     return tuple(CapturedGradient(read, *own) for read, own in parts if any(part is not None for part in own))
+
+
+def reads_of(names: Container[str], *roots: Expr | None) -> Iterator[Load | Symbol]:
+    """Every distinct read of captured values with these names, in the order of first appearance."""
+    for node in walk(*(root for root in roots if root is not None)):
+        match node:
+            case Load(tensor=name) | Symbol(kind=SymbolKind.PARAM, name=name) if name in names:
+                yield node
 
 
 def _nonzero(expr: Expr) -> Expr | None:

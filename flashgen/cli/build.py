@@ -9,16 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from flashgen.cli.console import note, print_json, progress
-from flashgen.cli.options import Constant, SomeOf, json_option, set_option, spec_arguments
+from flashgen.cli.options import TARGETS, Constant, json_option, set_option, spec_arguments
 
 if TYPE_CHECKING:
     from flashgen.compiler.building import BuildResult
-
-
-def _targets() -> tuple[str, ...]:
-    from flashgen.compiler.pipeline import target_names
-
-    return target_names()
 
 
 @click.command(short_help="Write the generated operators.")
@@ -35,7 +29,7 @@ def _targets() -> tuple[str, ...]:
 @click.option(
     "--target",
     "targets",
-    type=SomeOf("target", _targets),
+    type=TARGETS,
     default=None,
     show_default="sources for cpu, sm_80, sm_90a",
     metavar="NAME,...",

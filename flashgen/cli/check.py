@@ -11,17 +11,11 @@ from typing import TYPE_CHECKING
 import click
 
 from flashgen.cli.console import diagnostic_as_dict, exit_code, note, print_json, show_diagnostics
-from flashgen.cli.options import Constant, SomeOf, checked_arguments, json_option, near_files, set_option
+from flashgen.cli.options import TARGETS, Constant, checked_arguments, json_option, near_files, set_option
 from flashgen.diagnostics import Diagnostic, Source, SpecError
 
 if TYPE_CHECKING:
     from flashgen.compiler.answers import Answer
-
-
-def _targets() -> tuple[str, ...]:
-    from flashgen.compiler.pipeline import target_names
-
-    return target_names()
 
 
 @click.command(short_help="Check specs and print diagnostics.")
@@ -30,7 +24,7 @@ def _targets() -> tuple[str, ...]:
 @click.option(
     "--target",
     "targets",
-    type=SomeOf("target", _targets),
+    type=TARGETS,
     default=None,
     show_default="all are asked, and one has to take it",
     metavar="NAME,...",
@@ -51,7 +45,8 @@ def check(
     from flashgen.compiler.pipeline import check_file
 
     everything: list[dict[str, object]] = []
-    errors = warnings = worst = 0
+    errors = warnings = 0
+    codes = set[int]()
     for file in files:
         names: tuple[str, ...] = ()
         answers: list[Answer] = []
@@ -67,7 +62,7 @@ def check(
         else:
             names = tuple(spec.name for spec in checked.specs)
             diagnostics, sources = checked.warnings, checked.sources
-        worst = _worse(worst, exit_code(diagnostics))
+        codes.add(exit_code(diagnostics))
         found = sum(diagnostic.severity == "error" for diagnostic in diagnostics)
         errors += found
         warnings += len(diagnostics) - found
@@ -80,11 +75,13 @@ def check(
             }
         )
         if not as_json:
-            show_diagnostics(diagnostics, sources, err=_is_unread(diagnostics))
+            # Where there is no spec to say anything about, a file that cannot be read, it is wrong usage.
+            is_unread = any(each.code == "E001" for each in diagnostics)
+            show_diagnostics(diagnostics, sources, err=is_unread)
     if as_json:
         print_json({"files": everything, "errors": errors, "warnings": warnings})
     note(f"{_count(len(files), 'file')} checked: {_count(errors, 'error')}, {_count(warnings, 'warning')}")
-    sys.exit(worst)
+    sys.exit(min(codes - {0}, default=0))  # a wrong spec (1) weighs more than wrong usage (2)
 
 
 def _answer_as_dict(answer: Answer) -> dict[str, object]:
@@ -96,16 +93,6 @@ def _answer_as_dict(answer: Answer) -> dict[str, object]:
         "refused": [diagnostic_as_dict(each) for each in answer.refused],
         "left_out": [diagnostic_as_dict(each) for each in answer.left_out],
     }
-
-
-def _is_unread(diagnostics: Sequence[Diagnostic]) -> bool:
-    """Whether there is no spec to say anything about: a file that cannot be read is wrong usage."""
-    return any(each.code == "E001" for each in diagnostics)
-
-
-def _worse(one: int, other: int) -> int:
-    """A wrong spec (1) weighs more than wrong usage (2), and that more than neither."""
-    return 1 if 1 in (one, other) else max(one, other)
 
 
 def _count(number: int, what: str) -> str:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
+from typing import NoReturn, TextIO, TypeVar
 
 import click
 
 from flashgen.diagnostics import Diagnostic, Source, nearest, quoted_list, render
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 Item = TypeVar("Item")
 
@@ -60,38 +58,15 @@ def print_json_error(message: str, code: int, diagnostics: Sequence[Diagnostic] 
     context = click.get_current_context(silent=True)
     if context is None or not context.meta.get(JSON_WANTED) or context.meta.get(_JSON_PRINTED):
         return
-    print_json(
-        {
-            "error": {
-                "message": message,
-                "exit_code": code,
-                "diagnostics": [diagnostic_as_dict(each) for each in diagnostics],
-            }
-        }
-    )
+    told = [diagnostic_as_dict(each) for each in diagnostics]
+    print_json({"error": {"message": message, "exit_code": code, "diagnostics": told}})
 
 
 def diagnostic_as_dict(diagnostic: Diagnostic) -> dict[str, object]:
     """A diagnostic as plain data."""
-    span = diagnostic.span
-    place = None
-    if span is not None:
-        place = {
-            "file": span.file,
-            "line": span.line,
-            "column": span.column,
-            "end_line": span.end_line,
-            "end_column": span.end_column,
-        }
-    return {
-        "code": diagnostic.code,
-        "severity": diagnostic.severity,
-        "message": diagnostic.message,
-        "label": diagnostic.label,
-        "notes": diagnostic.notes,
-        "hints": diagnostic.hints,
-        "span": place,
-    }
+    known = dataclasses.asdict(diagnostic)
+    names = ("message", "label", "notes", "hints", "span")
+    return {"code": diagnostic.code, "severity": diagnostic.severity, **{name: known[name] for name in names}}
 
 
 def is_plain() -> bool:
@@ -131,10 +106,26 @@ def print_json(value: object) -> None:
     click.echo(json.dumps(_finite(value), indent=2, allow_nan=False))
 
 
-def print_table(table: Table) -> None:
-    """A table on stdout, as wide as it needs to be: a terminal that is narrower wraps lines, and loses nothing."""
-    from rich.console import Console
+def print_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[str] = ()
+) -> None:
+    """A table on stdout, as wide as it needs to be: a terminal that is narrower wraps lines, and loses nothing.
 
+    Numbers stand right, the columns in ``left`` stand left; a row of nothing ends a section.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", no_wrap=True)
+    for row in rows:
+        if row:
+            table.add_row(*row)
+        else:
+            table.add_section()
     console = Console(highlight=False)
     needed = max(table.__rich_measure__(console, console.options.update(width=_WIDEST)).maximum, 40)
     console = Console(highlight=False, width=min(needed, _WIDEST))
@@ -143,42 +134,20 @@ def print_table(table: Table) -> None:
     click.echo("\n".join(line.rstrip() for line in capture.get().splitlines()))
 
 
-def plain_table(title: str, columns: Sequence[str], *, left: Iterable[str] = ()) -> Table:
-    """An empty table in the style of every command; numbers stand right, the columns in ``left`` stand left."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-    from rich.text import Text
+def progress(steps: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
+    """The steps, counted on stderr while they are taken; silent where no terminal reads.
 
-    table = Table(title=Text(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    on_the_left = set(left)
-    for column in columns:
-        table.add_column(column, justify="left" if column in on_the_left else "right", no_wrap=True)
-    return table
-
-
-def progress(steps: Iterable[Item], what: str) -> Iterator[Item]:
-    """The steps, counted on stderr while they are taken; silent where no terminal reads."""
+    Of a ``total`` there is a bar, with the time that the rest will take.
+    """
     if not is_terminal(sys.stderr) or is_plain():
         yield from steps
         return
     from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-    with Console(stderr=True).status(what) as status:
-        for number, step in enumerate(steps, start=1):
-            status.update(f"{what}: {number} done")
-            yield step
-
-
-def progress_bar(steps: Iterable[Item], total: int, what: str) -> Iterator[Item]:
-    """The steps under a bar on stderr, with the time that the rest will take; silent where no terminal reads."""
-    if not is_terminal(sys.stderr) or is_plain():
-        yield from steps
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    counted = (SpinnerColumn(), TextColumn("{task.description}: {task.completed} done"))
+    of_total = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*(of_total if total else counted), console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total)
         for step in steps:
             bar.advance(task)

@@ -7,6 +7,7 @@ own, and an answer that does not come is a finding.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,7 +37,7 @@ from flashgen.version import __version__
 
 State = OneOf["ok", "missing", "optional"]
 
-OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 6)
+OLDEST_TORCH = (2, 6)
 # What the package requires beside PyTorch.
 _REQUIRED = ("click", "filelock", "jinja2", "lark", "numpy", "platformdirs", "rich")
 # What it takes where it is there, and what for.
@@ -91,23 +92,22 @@ def examine() -> Report:
         asked = {name: pool.submit(_ask, code) for name, code in _QUESTIONS.items()}
         compiler = pool.submit(_looked, "C++ compiler", _compiler)
         answers = {name: future.result() for name, future in asked.items()}
-        compilers = compiler.result()
         findings = (
             *_looked("Python", _python),
             *_looked("packages", _packages),
             *_looked("PyTorch", lambda: _torch(answers["torch"])),
-            *compilers,
+            *compiler.result(),
             *_looked("cache", _cache),
             *_looked("GPU", lambda: _gpu(answers)),
-            *(each for name in _EXTRAS for each in _looked(name, lambda name=name: _extra(name))),  # type: ignore[misc]
+            *_looked("extras", _extras),
         )
     return Report(findings, _backends({each.name: each for each in findings}))
 
 
-def _looked(name: str, look: Callable[[], Sequence[Finding]]) -> Sequence[Finding]:
+def _looked(name: str, look: Callable[[], Iterator[Finding]]) -> tuple[Finding, ...]:
     """What a look found; that it failed, if it did."""
     try:
-        return look()
+        return tuple(look())
     except Exception as error:
         said = f"could not be looked at ({type(error).__name__}: {error})"
         return (Finding(name, "missing", said, "please report this: it is a mistake of flashgen's"),)
@@ -132,22 +132,18 @@ def _backends(by_name: Mapping[str, Finding]) -> Mapping[str, str]:
 # -- what is looked at -------------------------------------------------------------------------------------------------
 
 
-def _python() -> Sequence[Finding]:
+def _python() -> Iterator[Finding]:
     said = f"{platform.python_version()} ({sys.executable}), {platform.system()} {platform.machine()}"
-    if sys.version_info < OLDEST_PYTHON:
-        return (Finding("Python", "missing", said, "flashgen needs Python 3.11 or newer"),)
-    return (Finding("Python", "ok", said),)
+    yield Finding("Python", "ok", said)
 
 
-def _packages() -> Sequence[Finding]:
+def _packages() -> Iterator[Finding]:
     absent = [name for name in _REQUIRED if _version_of(name) is None]
     if absent:
-        return (
-            Finding(
-                "packages", "missing", f"{quoted_list(absent, 'and')} not there", f"pip install {' '.join(absent)}"
-            ),
-        )
-    return (Finding("packages", "ok", ", ".join(f"{name} {_version_of(name)}" for name in _REQUIRED)),)
+        said, cure = f"{quoted_list(absent, 'and')} not there", f"pip install {' '.join(absent)}"
+        yield Finding("packages", "missing", said, cure)
+    else:
+        yield Finding("packages", "ok", ", ".join(f"{name} {_version_of(name)}" for name in _REQUIRED))
 
 
 def _version_of(name: str) -> str | None:
@@ -157,34 +153,20 @@ def _version_of(name: str) -> str | None:
         return "(of unknown version)" if importlib.util.find_spec(name) is not None else None
 
 
-def _torch(answer: _Answer) -> Sequence[Finding]:
+def _torch(answer: _Answer) -> Iterator[Finding]:
     if answer.failure:
-        return (Finding("PyTorch", "missing", f"cannot be imported: {answer.failure}", _TORCH_HINT),)
+        yield Finding("PyTorch", "missing", f"cannot be imported: {answer.failure}", _TORCH_HINT)
+        return
     version, cuda = str(answer.said["version"]), answer.said["cuda"]
     numbers = tuple(int(each) for each in re.findall(r"\d+", version)[:2])
     said = f"{version}, {f'for CUDA {cuda}' if cuda else 'without CUDA'}"
     if numbers < OLDEST_TORCH:
-        return (Finding("PyTorch", "missing", f"{said}: older than 2.6", _TORCH_HINT),)
-    return (Finding("PyTorch", "ok", said),)
+        yield Finding("PyTorch", "missing", f"{said}: older than 2.6", _TORCH_HINT)
+    else:
+        yield Finding("PyTorch", "ok", said)
 
 
-# It says what the compiler's libraries can do.
-_PROBE = Text(
-    "flashgen_doctor",
-    """
-#ifdef _OPENMP
-#include <omp.h>
-extern "C" int flashgen_openmp() { return _OPENMP; }
-extern "C" int flashgen_threads() { return omp_get_max_threads(); }
-#else
-extern "C" int flashgen_openmp() { return 0; }
-extern "C" int flashgen_threads() { return 1; }
-#endif
-""",
-)
-
-
-def _compiler() -> Sequence[Finding]:
+def _compiler() -> Iterator[Finding]:
     """The compiler by what it makes: a library is compiled as kernels are, loaded, and asked for its threads."""
     name = "C++ compiler"
     try:
@@ -196,19 +178,23 @@ def _compiler() -> Sequence[Finding]:
             answer = _ask(_LOAD.format(path=str(binary.path)))
     except CompilerMissing as error:
         reason, _, cure = str(error).partition(". ")
-        return (Finding(name, "missing", reason.removeprefix("no C++ compiler: "), cure),)
+        yield Finding(name, "missing", reason.removeprefix("no C++ compiler: "), cure)
+        return
     except CompileFailed as error:
-        return (Finding(name, "missing", f"does not compile: {error}", "choose another by CXX"),)
+        yield Finding(name, "missing", f"does not compile: {error}", "choose another by CXX")
+        return
     if answer.failure:
         cure = "choose a compiler by CXX that compiles for this machine"
-        return (Finding(name, "missing", f"{said}; what it makes does not run here: {answer.failure}", cure),)
-    found = Finding(name, "ok", said)
-    if not answer.said["openmp"]:
-        return (found, Finding("OpenMP", "optional", "not there: kernels run on one thread", _OPENMP_HINT))
-    return (found, Finding("OpenMP", "ok", f"{answer.said['openmp']}, {answer.said['threads']} threads"))
+        yield Finding(name, "missing", f"{said}; what it makes does not run here: {answer.failure}", cure)
+        return
+    yield Finding(name, "ok", said)
+    if answer.said["openmp"]:
+        yield Finding("OpenMP", "ok", f"{answer.said['openmp']}, {answer.said['threads']} threads")
+    else:
+        yield Finding("OpenMP", "optional", "not there: kernels run on one thread", _OPENMP_HINT)
 
 
-def _cache() -> Sequence[Finding]:
+def _cache() -> Iterator[Finding]:
     cache = Cache.default()
     root = cache.root
     cure = (
@@ -217,60 +203,54 @@ def _cache() -> Sequence[Finding]:
     doubt = cache.doubt() or cache.hindrance()
     if doubt is not None:
         said = f"{root} is not used ({doubt}): what is compiled is lost when a process ends"
-        return (Finding("cache", "optional", said, cure),)
+        yield Finding("cache", "optional", said, cure)
+        return
     entries = cache.entries()
     there = next(each for each in (root, *root.parents) if each.exists())
     free = shutil.disk_usage(there).free
-    said = (
-        f"{root}: {len(entries)} libraries, {sum(each.size for each in entries) / 1e6:.1f} MB; {free / 1e9:.1f} GB free"
-    )
-    if not root.exists():
-        said = f"{root}: not there yet; {free / 1e9:.1f} GB free"
+    stored = f"{len(entries)} libraries, {sum(each.size for each in entries) / 1e6:.1f} MB"
+    said = f"{root}: {stored if root.exists() else 'not there yet'}; {free / 1e9:.1f} GB free"
     if free < _LEAST_FREE:
-        return (Finding("cache", "optional", said, f"make room: flashgen cache clear, or {cure}"),)
-    return (Finding("cache", "ok", said),)
+        yield Finding("cache", "optional", said, f"make room: flashgen cache clear, or {cure}")
+    else:
+        yield Finding("cache", "ok", said)
 
 
-def _gpu(answers: Mapping[str, _Answer]) -> Sequence[Finding]:
+def _gpu(answers: Mapping[str, _Answer]) -> Iterator[Finding]:
     """Driver, GPU, CuPy and NVRTC: missing where there is a GPU, optional where there is none."""
     driver, cupy, nvrtc, torch = (answers[name] for name in ("driver", "cupy", "nvrtc", "torch"))
-    boards = driver.said.get("boards", []) if not driver.failure else []
+    boards = driver.said.get("boards", [])
     lacking: State = "missing" if boards else "optional"
-    found = []
     if driver.failure:
-        found.append(Finding("driver", "optional", driver.failure, "for GPUs: install NVIDIA's driver"))
+        yield Finding("driver", "optional", driver.failure, "for GPUs: install NVIDIA's driver")
     else:
-        found.append(Finding("driver", "ok", f"knows CUDA {driver.said['version'] / 1000:.1f}"))
+        yield Finding("driver", "ok", f"knows CUDA {driver.said['version'] / 1000:.1f}")
     supported = [_of_board(each) for each in boards]
+    told = "; ".join(said for _, said in supported)
     if not boards:
-        said = "none" if driver.failure else driver.said.get("why") or "the driver sees none"
-        found.append(Finding("GPU", "optional", str(said)))
-    elif not any(runs for runs, _ in supported):
-        cure = "backend='reference' runs on any GPU"
-        found.append(Finding("GPU", "missing", "; ".join(said for _, said in supported), cure))
+        none = "none" if driver.failure else "the driver sees none"
+        yield Finding("GPU", "optional", driver.said.get("why") or none)
+    elif any(runs for runs, _ in supported):
+        yield Finding("GPU", "ok", told)
     else:
-        found.append(Finding("GPU", "ok", "; ".join(said for _, said in supported)))
-    if not torch.failure:
-        if torch.said["gpus"]:
-            found.append(Finding("PyTorch on GPUs", "ok", ", ".join(torch.said["gpus"])))
-        elif boards:
-            said = "PyTorch sees none" if torch.said["cuda"] else "PyTorch is built without CUDA"
-            if torch.said["why"]:
-                said += f" ({torch.said['why']})"
-            found.append(Finding("PyTorch on GPUs", "missing", said, "install a build of torch for the driver's CUDA"))
-    cure = GPU_EXTRA
+        yield Finding("GPU", "missing", told, "backend='reference' runs on any GPU")
+    if not torch.failure and torch.said["gpus"]:
+        yield Finding("PyTorch on GPUs", "ok", ", ".join(torch.said["gpus"]))
+    elif not torch.failure and boards:
+        said = "PyTorch sees none" if torch.said["cuda"] else "PyTorch is built without CUDA"
+        why = f" ({torch.said['why']})" if torch.said["why"] else ""
+        yield Finding("PyTorch on GPUs", "missing", said + why, "install a build of torch for the driver's CUDA")
     if cupy.failure:
-        found.append(Finding("CuPy", lacking, f"cannot be imported: {cupy.failure}", cure))
+        yield Finding("CuPy", lacking, f"cannot be imported: {cupy.failure}", GPU_EXTRA)
     elif not driver.failure and cupy.said["runtime"] // 1000 > driver.said["version"] // 1000:
         said = f"{cupy.said['version']} is for CUDA {cupy.said['runtime'] // 1000}, newer than the driver's"
-        found.append(Finding("CuPy", lacking, said, "pip install 'flashgen[cuda12]', or renew the driver"))
+        yield Finding("CuPy", lacking, said, "pip install 'flashgen[cuda12]', or renew the driver")
     else:
-        found.append(Finding("CuPy", "ok", str(cupy.said["version"])))
+        yield Finding("CuPy", "ok", str(cupy.said["version"]))
     if nvrtc.failure:
-        found.append(Finding("NVRTC", lacking, nvrtc.failure, cure))
+        yield Finding("NVRTC", lacking, nvrtc.failure, GPU_EXTRA)
     else:
-        found.append(Finding("NVRTC", "ok", f"{nvrtc.said['version']}; compiles for GPUs, with or without one"))
-    return found
+        yield Finding("NVRTC", "ok", f"{nvrtc.said['version']}; compiles for GPUs, with or without one")
 
 
 def _of_board(board: Mapping[str, Any]) -> tuple[bool, str]:
@@ -282,12 +262,13 @@ def _of_board(board: Mapping[str, Any]) -> tuple[bool, str]:
     return True, f"{board['name']}, target {target.name}"
 
 
-def _extra(name: str) -> Sequence[Finding]:
-    extra, purpose = _EXTRAS[name]
-    version = _version_of(name)
-    if version is None:
-        return (Finding(name, "optional", f"not there; it is for {purpose}", f"pip install 'flashgen[{extra}]'"),)
-    return (Finding(name, "ok", version),)
+def _extras() -> Iterator[Finding]:
+    for name, (extra, purpose) in _EXTRAS.items():
+        version = _version_of(name)
+        if version is None:
+            yield Finding(name, "optional", f"not there; it is for {purpose}", f"pip install 'flashgen[{extra}]'")
+        else:
+            yield Finding(name, "ok", version)
 
 
 # -- what is asked in other processes ----------------------------------------------------------------------------------
@@ -301,6 +282,20 @@ class _Answer:
     failure: str = ""
 
 
+# Says what the compiler's libraries can do.
+_PROBE = Text(
+    "flashgen_doctor",
+    """
+#ifdef _OPENMP
+#include <omp.h>
+extern "C" int flashgen_openmp() { return _OPENMP; }
+extern "C" int flashgen_threads() { return omp_get_max_threads(); }
+#else
+extern "C" int flashgen_openmp() { return 0; }
+extern "C" int flashgen_threads() { return 1; }
+#endif
+""",
+)
 _LOAD = """
 import ctypes, json
 library = ctypes.CDLL({path!r})
@@ -380,8 +375,8 @@ def _ask(code: str) -> _Answer:
         return _Answer({}, f"the process was ended by signal {-done.returncode}")
     if done.returncode:
         return _Answer({}, complaints[-1] if complaints else f"the process ended with {done.returncode}")
-    try:
+    with contextlib.suppress(ValueError, IndexError):
         said = json.loads(done.stdout.decode("utf-8", errors="replace").splitlines()[-1])
-    except (ValueError, IndexError):
-        return _Answer({}, "the process said nothing that could be read")
-    return _Answer(said) if isinstance(said, dict) else _Answer({}, "the process said nothing that could be read")
+        if isinstance(said, dict):
+            return _Answer(said)
+    return _Answer({}, "the process said nothing that could be read")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.console import note, plain_table, print_json, print_table
+from flashgen.cli.console import note, print_json, print_table
 from flashgen.cli.options import json_option
 
 if TYPE_CHECKING:
@@ -34,9 +34,8 @@ def devices(as_json: bool) -> None:
         print_json([dataclasses.asdict(device) for device in cpus] + [gpu.to_json() for gpu in known.gpus.values()])
         return
     columns = ["device", "cores", "lanes", "GHz", "L1 KiB", "SRAM KiB", "GB/s"]
-    table = plain_table("CPUs; SRAM is the memory that a tile lives in", columns, left=["device"])
-    for device in cpus:
-        table.add_row(
+    rows = [
+        (
             device.name,
             str(device.cores),
             str(device.lanes),
@@ -45,13 +44,13 @@ def devices(as_json: bool) -> None:
             f"{device.sram_bytes // 1024}",
             "" if device.bandwidth is None else f"{device.bandwidth / 1e9:.0f}",
         )
-    print_table(table)
+        for device in cpus
+    ]
+    print_table("CPUs; SRAM is the memory that a tile lives in", columns, rows, left=["device"])
     columns = ["device", "product", "target", "SRAM KiB", "SMs", "MHz", "L2 MiB", "GB/s", "16-bit", "TF32", "f32"]
     title = "GPUs; SRAM is what one block may use; peaks in TFLOP/s, dense; * no kernels are generated for it"
-    table = plain_table(title, columns, left=["device", "product", "target"])
-    for gpu in known.gpus.values():
-        peaks = (gpu.tensor_16, gpu.tensor_tf32, gpu.fma)
-        table.add_row(
+    of_gpus = [
+        (
             gpu.name,
             gpu.product,
             gpu.target.name if gpu.is_generated_for else f"{gpu.target.name} *",
@@ -60,9 +59,11 @@ def devices(as_json: bool) -> None:
             f"{gpu.clock_hz / 1e6:.0f}",
             f"{gpu.l2_bytes // 2**20}",
             f"{gpu.bandwidth / 1e9:.0f}",
-            *("" if peak is None else f"{peak / 1e12:.3g}" for peak in peaks),
+            *("" if x is None else f"{x / 1e12:.3g}" for x in (gpu.tensor_16, gpu.tensor_tf32, gpu.fma)),
         )
-    print_table(table)
+        for gpu in known.gpus.values()
+    ]
+    print_table(title, columns, of_gpus, left=["device", "product", "target"])
     click.echo("figures from")
     sources = [(cpu.name, cpu.source) for cpu in cpus] + [(gpu.name, gpu.source) for gpu in known.gpus.values()]
     for name, source in sources:
@@ -93,15 +94,9 @@ def cache(ctx: click.Context, as_json: bool) -> None:
         print_json({"folder": str(stored.root), **listed})
         return
     total = sum(entry.size for entry in entries)
-    table = plain_table(
-        f"{stored.root}: {len(entries)} libraries, {total / 1e6:.1f} MB",
-        ["library", "built", "kB", "key"],
-        left=["library"],
-    )
-    for entry in entries:
-        built = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.built))
-        table.add_row(entry.name, built, f"{entry.size / 1e3:.0f}", entry.key[:12])
-    print_table(table)
+    title = f"{stored.root}: {len(entries)} libraries, {total / 1e6:.1f} MB"
+    rows = [(entry.name, _when(entry.built), f"{entry.size / 1e3:.0f}", entry.key[:12]) for entry in entries]
+    print_table(title, ["library", "built", "kB", "key"], rows, left=["library"])
     if tuned:
         _print_tuned(tuned)
 
@@ -109,16 +104,20 @@ def cache(ctx: click.Context, as_json: bool) -> None:
 def _print_tuned(tuned: Sequence[TunedFile]) -> None:
     left = ["spec", "device", "class of shapes", "forward", "backward"]
     columns = ["spec", "head_dim", "device", "class of shapes", "forward", "backward", "tuned"]
-    table = plain_table(f"tuned tiles of {len(tuned)} kernels", columns, left=left)
+    rows: list[tuple[str, ...]] = []
     for each in tuned:
         place = (each.spec_name, each.head_dim, each.device)
         if each.tunings is None:
-            table.add_row(*place, f"by flashgen {each.version}: kept, not used by this version", "", "", "")
+            rows.append((*place, f"by flashgen {each.version}: kept, not used by this version", "", "", ""))
         for tuning in each.tunings or ():
             tiles = [str(tuning.passes[name].tile) if name in tuning.passes else "" for name in ("forward", "backward")]
-            when = time.strftime("%Y-%m-%d %H:%M", time.localtime(tuning.time))
-            table.add_row(*place, str(tuning.shape_class), *tiles, when if tuning.complete else f"{when}, in part")
-    print_table(table)
+            when = _when(tuning.time) if tuning.complete else f"{_when(tuning.time)}, in part"
+            rows.append((*place, str(tuning.shape_class), *tiles, when))
+    print_table(f"tuned tiles of {len(tuned)} kernels", columns, rows, left=left)
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def _tuned(each: TunedFile) -> dict[str, object]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -15,8 +16,6 @@ from flashgen.cli.console import near_matches
 from flashgen.diagnostics import nearest, quoted_list
 from flashgen.ir.shape import Shape
 from flashgen.store import gallery
-
-Command = TypeVar("Command", bound=Callable[..., object])
 
 _LONGEST_COUNTED = 2**26
 Constant = bool | int | float
@@ -29,16 +28,12 @@ def read_constant(text: str) -> tuple[str, Constant]:
         raise click.BadParameter(f"'{text}' is not NAME=VALUE, for example window=1024")
     if value in ("true", "false"):
         return name, value == "true"
-    for read in (_read_int, _read_float):
+    for read in (functools.partial(int, base=0), _read_float):
         try:
             return name, read(value)
         except ValueError:
             continue
     raise click.BadParameter(f"the value of '{name}' is '{value}', which is not a number, true or false")
-
-
-def _read_int(digits: str) -> int:
-    return int(digits, 0)
 
 
 def _read_float(digits: str) -> float:
@@ -216,77 +211,59 @@ def _devices() -> tuple[str, ...]:
     return device_names()
 
 
-def spec_argument(command: Command) -> Command:
-    """The one spec file of a command."""
-    return click.argument("file", type=SPEC_FILE)(command)
+def _targets() -> tuple[str, ...]:
+    from flashgen.compiler.pipeline import target_names
+
+    return target_names()
 
 
-def spec_arguments(command: Command) -> Command:
-    """The spec files of a command, at least one."""
-    return click.argument("files", metavar="FILE...", type=SPEC_FILE, nargs=-1, required=True)(command)
+def _complete_specs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
+    return completion.spec_files(incomplete)
 
 
-def checked_arguments(command: Command) -> Command:
-    """Spec files that need not be there: what is wrong with a file is the result."""
-    kind = click.Path(path_type=Path)
-
-    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
-        return completion.spec_files(incomplete)
-
-    argument = click.argument("files", metavar="FILE...", type=kind, nargs=-1, required=True, shell_complete=complete)
-    return argument(command)
-
-
-def set_option(command: Command) -> Command:
-    """``--set NAME=VALUE``, repeatable."""
-    return click.option(
-        "--set",
-        "constants",
-        type=read_constant,
-        metavar="NAME=VALUE",
-        multiple=True,
-        help="Override a constant of the spec; repeatable.",
-    )(command)
-
-
-def name_option(command: Command) -> Command:
-    """``--name NAME``: one attention of a file that holds several."""
-    return click.option("--name", default=None, metavar="NAME", help="Only this attention of the file.")(command)
-
-
-def shape_option(command: Command) -> Command:
-    """``--shape B,H,Hkv,Nq,Nk``."""
-    return click.option(
-        "--shape",
-        type=read_shape,
-        metavar="B,H,Hkv,Nq,Nk",
-        default=None,
-        help="Batch, query heads, key/value heads, query and key length.",
-    )(command)
-
-
-def backend_option(command: Command) -> Command:
-    """``--backend NAME``."""
-    kind = OneOf("backend", _backends)
-    return click.option("--backend", type=kind, metavar="NAME", help="Run on this one; default: the CPU's.")(command)
-
-
-def emulated_target_option(command: Command) -> Command:
-    """``--target NAME``: the architecture whose kernels the emulator runs."""
-    kind = OneOf("target", _emulated_targets)
-    return click.option(
-        "--target", type=kind, metavar="NAME", default=None, help="With --backend emulator: its kernels (sm_80)."
-    )(command)
-
-
-def planned_device_option(command: Command) -> Command:
-    """``--device NAME``: a device that plans can be made for."""
-    kind = OneOf("device", _devices)
-    return click.option(
-        "--device", type=kind, metavar="NAME", default=None, help="Plan for this device; default: this CPU."
-    )(command)
-
-
-def json_option(command: Command) -> Command:
-    """``--json``."""
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")(command)
+spec_argument = click.argument("file", type=SPEC_FILE)
+spec_arguments = click.argument("files", metavar="FILE...", type=SPEC_FILE, nargs=-1, required=True)
+# They need not be there: what is wrong with a file is the result.
+checked_arguments = click.argument(
+    "files",
+    metavar="FILE...",
+    type=click.Path(path_type=Path),
+    nargs=-1,
+    required=True,
+    shell_complete=_complete_specs,
+)
+set_option = click.option(
+    "--set",
+    "constants",
+    type=read_constant,
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="Override a constant of the spec; repeatable.",
+)
+name_option = click.option("--name", default=None, metavar="NAME", help="Only this attention of the file.")
+shape_option = click.option(
+    "--shape",
+    type=read_shape,
+    metavar="B,H,Hkv,Nq,Nk",
+    default=None,
+    help="Batch, query heads, key/value heads, query and key length.",
+)
+backend_option = click.option(
+    "--backend", type=OneOf("backend", _backends), metavar="NAME", help="Run on this one; default: the CPU's."
+)
+emulated_target_option = click.option(
+    "--target",
+    type=OneOf("target", _emulated_targets),
+    metavar="NAME",
+    default=None,
+    help="With --backend emulator: its kernels (sm_80).",
+)
+planned_device_option = click.option(
+    "--device",
+    type=OneOf("device", _devices),
+    metavar="NAME",
+    default=None,
+    help="Plan for this device; default: this CPU.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+TARGETS = SomeOf("target", _targets)

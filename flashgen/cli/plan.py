@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.console import note, plain_table, print_json, print_table
+from flashgen.cli.console import note, print_json, print_table
 from flashgen.cli.options import (
     Constant,
     check_countable,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from flashgen.plan.plan import Plan
     from flashgen.plan.report import PassReport, PlanReport
 
-_KIB, _MB = 1024, 1e6
+_KIB = 1024
 _MOST_REJECTED = 8  # of a pass, that are shown
 
 
@@ -151,9 +151,9 @@ def _print_short(report: PlanReport) -> None:
             f"  {most if not total else ''}{kernels}{total} ms, predicted; {describe_bound(each.time)}; "
             f"{most}{each.counts.visited_fraction:.0%} of the tiles are visited"
         )
-        standard = f"standard attention {moved.standard / _MB:,.1f}"
-        paper = f"the paper's algorithm {moved.paper / _MB:,.1f}, any {moved.least / _MB:,.1f}"
-        click.echo(f"  {most}{moved.kernels / _MB:,.1f} MB between SRAM and HBM; {standard}, {paper}")
+        standard = f"standard attention {_mb(moved.standard)}"
+        paper = f"the paper's algorithm {_mb(moved.paper)}, any {_mb(moved.least)}"
+        click.echo(f"  {most}{_mb(moved.kernels)} MB between SRAM and HBM; {standard}, {paper}")
     for remark in report.remarks:
         click.echo(remark)
 
@@ -173,14 +173,13 @@ def _print(report: PlanReport) -> None:
         click.echo(f"  {reason}")
     _print_runners_up(groups)
     if decisions.rejected:
-        table = plain_table("rejected", ["pass", "B_r", "B_c", "because"], left=["pass", "because"])
+        rows: list[tuple[str, ...]] = []
         for name in dict.fromkeys(lost.pass_name for lost in decisions.rejected):
             rejected = [lost for lost in decisions.rejected if lost.pass_name == name]
-            for lost in rejected[:_MOST_REJECTED]:
-                table.add_row(lost.pass_name, str(lost.Br), str(lost.Bc), lost.reason)
+            rows += [(name, str(lost.Br), str(lost.Bc), lost.reason) for lost in rejected[:_MOST_REJECTED]]
             if len(rejected) > _MOST_REJECTED:
-                table.add_row(name, "", "", f"{len(rejected) - _MOST_REJECTED} more; --json lists them")
-        print_table(table)
+                rows.append((name, "", "", f"{len(rejected) - _MOST_REJECTED} more; --json lists them"))
+        print_table("rejected", ["pass", "B_r", "B_c", "because"], rows, left=["pass", "because"])
 
 
 def _print_recipe(plan: Plan) -> None:
@@ -216,21 +215,9 @@ def _kernel(what: str, each: PassReport, kernel: str) -> str:
 def _print_choice(groups: Mapping[str, PassReport], sram: int) -> None:
     from flashgen.plan.report import describe_bound
 
-    columns = [
-        "pass",
-        "B_r",
-        "B_c",
-        "KiB kept",
-        "of M",
-        "pairs kept",
-        "tiles visited",
-        "blocks",
-        "waves",
-        "idle",
-        "registers",
-    ]
-    columns += ["predicted ms", "TFLOP/s", "limited by"]
-    table = plain_table("the choice; times are predicted", columns, left=["pass", "limited by"])
+    columns = ["pass", "B_r", "B_c", "KiB kept", "of M", "pairs kept", "tiles visited"]
+    columns += ["blocks", "waves", "idle", "registers", "predicted ms", "TFLOP/s", "limited by"]
+    rows = []
     for what, each in groups.items():
         main = each.time.main
         for number, (kernel, tiles) in enumerate(zip(each.buffers, each.tiles, strict=True)):
@@ -242,8 +229,8 @@ def _print_choice(groups: Mapping[str, PassReport], sram: int) -> None:
                 cells += [f"{main.blocks}", f"{main.waves:.1f}", f"{main.idle:.0%}", str(main.registers or "")]
                 cells += [f"{at_most}{1e3 * each.time.seconds:.3g}", f"{each.time.flops_per_second / 1e12:.3g}"]
                 cells.append(describe_bound(each.time))
-            table.add_row(*cells)
-    print_table(table)
+            rows.append(cells)
+    print_table("the choice; times are predicted", columns, rows, left=["pass", "limited by"])
 
 
 def _at_most(each: PassReport) -> str:
@@ -251,52 +238,44 @@ def _at_most(each: PassReport) -> str:
     return "≤ " if each.counts.unknown else ""
 
 
+def _mb(size: float) -> str:
+    return f"{size / 1e6:,.1f}"
+
+
 def _print_moved(groups: Mapping[str, PassReport]) -> None:
     columns = ["pass", "kernels", "standard attention", "× more", "the paper's algorithm", "Rabe and Staats"]
     columns += ["N²d²/M", "least possible"]
-    table = plain_table("MB between SRAM and HBM", columns, left=["pass"])
+    rows = []
     for what, each in groups.items():
         moved = each.moved
-        table.add_row(
-            what,
-            f"{_at_most(each)}{moved.kernels / _MB:,.1f}",
-            f"{moved.standard / _MB:,.1f}",
-            f"{'≥ ' if each.counts.unknown else ''}{moved.standard / max(moved.kernels, 1):.1f}",
-            *(f"{size / _MB:,.1f}" for size in (moved.paper, moved.rabe_staats, moved.bound, moved.least)),
-        )
-    print_table(table)
+        more = f"{'≥ ' if each.counts.unknown else ''}{moved.standard / max(moved.kernels, 1):.1f}"
+        others = map(_mb, (moved.paper, moved.rabe_staats, moved.bound, moved.least))
+        rows.append((what, _at_most(each) + _mb(moved.kernels), _mb(moved.standard), more, *others))
+    print_table("MB between SRAM and HBM", columns, rows, left=["pass"])
 
 
 def _print_paper(groups: Mapping[str, PassReport]) -> None:
     columns = ["pass", "M", "B_r", "B_c", "its buffers", "", "as a kernel's tile", "needs", ""]
     title = "the paper's B_c = ⌈M / 4d⌉, B_r = min(⌈M / 4d⌉, d), M in numbers; KiB"
-    table = plain_table(title, columns, left=["pass", ""])
+    rows = []
     for what, each in groups.items():
-        tile = each.paper
-        table.add_row(
-            what,
-            f"{tile.elements:,}",
-            str(tile.blocks.Br),
-            str(tile.blocks.Bc),
-            f"{tile.needed / _KIB:.1f}",
-            _fits(tile.needed, tile.sram_bytes),
-            f"{tile.kernel_blocks.Br} × {tile.kernel_blocks.Bc}",
-            f"{tile.kernel_bytes / _KIB:.1f}",
-            _fits(tile.kernel_bytes, tile.sram_bytes),
-        )
-    print_table(table)
+        tile, own = each.paper, each.paper.kernel_blocks
+        blocks = (f"{tile.elements:,}", str(tile.blocks.Br), str(tile.blocks.Bc))
+        needs, own_needs = (_needs(size, tile.sram_bytes) for size in (tile.needed, tile.kernel_bytes))
+        rows.append((what, *blocks, *needs, f"{own.Br} × {own.Bc}", *own_needs))
+    print_table(title, columns, rows, left=["pass", ""])
 
 
-def _fits(needed: int, there: int) -> str:
-    return "fits" if needed <= there else f"{needed / there:.2f} × too much"
+def _needs(size: int, there: int) -> tuple[str, str]:
+    return f"{size / _KIB:.1f}", "fits" if size <= there else f"{size / there:.2f} × too much"
 
 
 def _print_runners_up(groups: Mapping[str, PassReport]) -> None:
     columns = ["pass", "B_r", "B_c", "with", "predicted ms", "beside the choice", "why"]
-    table = plain_table("runners-up", columns, left=["pass", "with", "why"])
+    rows = []
     for what, each in groups.items():
         for other in each.runners_up:
             times = (f"{1e3 * other.seconds:.3g}", f"{other.slower:+.0%}")
-            table.add_row(what, str(other.Br), str(other.Bc), other.what, *times, other.why)
-    if table.row_count:
-        print_table(table)
+            rows.append((what, str(other.Br), str(other.Bc), other.what, *times, other.why))
+    if rows:
+        print_table("runners-up", columns, rows, left=["pass", "with", "why"])

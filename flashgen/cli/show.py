@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,11 +73,21 @@ def show(
     Tiles are those of the forward pass on this machine, or on --device. Time follows the picture, not the number of
     pairs: a million tokens take as long as a thousand.
     """
+    from flashgen.compiler.pipeline import plan_file
+    from flashgen.picture.mask import mask_picture
+
     specs = chosen_specs(file, name, shape, constants)
     if output is not None and len(specs) > 1:
         names = ", ".join(spec.name for spec in specs)
         raise click.UsageError(f"'{file}' holds several attentions ({names}); choose one by --name for '-o'")
-    pictures = [_picture(file, spec, shape, device, batch, head, seed, constants) for spec in specs]
+    shapes = [_shape_of(spec, shape, batch, head) for spec in specs]
+    plans = {plan.spec_name: plan for plan in reversed(plan_file(file, device=device, constants=dict(constants)))}
+    pictures = []
+    for spec, chosen in zip(specs, shapes, strict=True):
+        plan = plans[spec.name]  # of the first head dimension
+        tile = plan.of_element(plan.elements_apart[0])["forward"]
+        of = (spec, spec.head_dims[0], chosen, tile.Br, tile.Bc)
+        pictures.append(mask_picture(*of, batch=batch, head=head, seed=seed))
     if output is not None:
         from flashgen.picture.figure import save_figure
 
@@ -91,19 +100,9 @@ def show(
             _print(picture)
 
 
-def _picture(
-    file: Path,
-    spec: AttentionSpec,
-    shape: Shape | None,
-    device: str | None,
-    batch: int,
-    head: int,
-    seed: int,
-    constants: tuple[tuple[str, Constant], ...],
-) -> MaskPicture:
-    from flashgen.compiler.pipeline import plan_file
-    from flashgen.picture.mask import mask_picture
-    from flashgen.picture.usual import check_drawable, usual_shape
+def _shape_of(spec: AttentionSpec, shape: Shape | None, batch: int, head: int) -> Shape:
+    """The one to draw a spec at."""
+    from flashgen.picture.mask import check_drawable, usual_shape
 
     chosen = shape or usual_shape(spec)
     if 0 in (chosen.batch, chosen.q_len, chosen.kv_len):
@@ -115,10 +114,7 @@ def _picture(
         check_drawable(spec, chosen)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="'--shape'") from None
-    plans = plan_file(file, device=device, constants=dict(constants))
-    plan = next(each for each in plans if each.spec_name == spec.name)
-    tiles = plan.of_element(plan.elements_apart[0])["forward"]
-    return mask_picture(spec, spec.head_dims[0], chosen, tiles.Br, tiles.Bc, batch=batch, head=head, seed=seed)
+    return chosen
 
 
 def _as_dict(picture: MaskPicture) -> dict[str, object]:
@@ -147,12 +143,14 @@ def _print(picture: MaskPicture) -> None:
     from rich.console import Console
 
     from flashgen.picture.mask import caption
+    from flashgen.picture.paint import letters
 
     console = Console(highlight=False, soft_wrap=True)
     if max(picture.classes.shape) <= _MOST_NUMBERED:
         _print_numbered(console, picture)
     elif console.color_system is None:
-        _print_plain(picture)
+        for line in letters(picture, _WIDEST):
+            click.echo(line)
     else:
         _print_blocks(console, picture)
     for line in caption(picture):
@@ -164,25 +162,19 @@ def _print_numbered(console: Console, picture: MaskPicture) -> None:
     """Few tiles: each with its number in the order of visits."""
     from rich.text import Text
 
-    from flashgen.picture.letters import LETTERS
+    from flashgen.analysis.tiles import TileClass
+    from flashgen.picture.paint import LETTERS
 
     numbers = {place: number for number, place in enumerate(picture.order(), start=1)}
     width = max(3, len(str(len(numbers)))) + 1
     styles = _styles()
     for row, classes in enumerate(picture.classes):
         line = Text()
-        for column, name in enumerate(_names(classes)):
-            number = str(numbers.get((row, column), ""))
+        for column, each in enumerate(classes):
+            number, name = str(numbers.get((row, column), "")), TileClass(each).name
             plain = console.color_system is None
             line.append((number + LETTERS[name] if plain else f"{number} ").rjust(width), "" if plain else styles[name])
         console.print(line)
-
-
-def _print_plain(picture: MaskPicture) -> None:
-    from flashgen.picture.letters import letters
-
-    for line in letters(picture, _WIDEST):
-        click.echo(line)
 
 
 def _print_blocks(console: Console, picture: MaskPicture) -> None:
@@ -190,21 +182,21 @@ def _print_blocks(console: Console, picture: MaskPicture) -> None:
     from rich.style import Style
     from rich.text import Text
 
-    from flashgen.picture.paint import PALETTE, paint, size_of
+    from flashgen.picture.paint import PALETTE, hex_of, paint, size_of
 
     height, width = size_of(picture, max(16, min(_WIDEST, console.width - 1)))
     pixels = PALETTE[paint(picture, height + height % 2, width)]
     for upper, lower in zip(pixels[::2], pixels[1::2], strict=True):
         line = Text()
         for above, below in zip(upper, lower, strict=True):
-            line.append("▀", Style(color=_hex(above), bgcolor=_hex(below)))
+            line.append("▀", Style(color=hex_of(above), bgcolor=hex_of(below)))
         console.print(line)
 
 
 def _print_legend(console: Console) -> None:
     from rich.text import Text
 
-    from flashgen.picture.letters import LETTERS
+    from flashgen.picture.paint import LETTERS
 
     line = Text()
     for name, meaning in (("FULL", "every pair kept"), ("PARTIAL", "some kept"), ("EMPTY", "never visited")):
@@ -217,20 +209,10 @@ def _print_legend(console: Console) -> None:
 def _styles() -> dict[str, Style]:
     from rich.style import Style
 
-    from flashgen.picture.paint import EMPTY, FULL, KEPT
+    from flashgen.picture.paint import EMPTY, FULL, KEPT, hex_of
 
     return {
-        "FULL": Style(color="white", bgcolor=_hex(FULL)),
-        "PARTIAL": Style(color="black", bgcolor=_hex(KEPT)),
-        "EMPTY": Style(color="black", bgcolor=_hex(EMPTY)),
+        "FULL": Style(color="white", bgcolor=hex_of(FULL)),
+        "PARTIAL": Style(color="black", bgcolor=hex_of(KEPT)),
+        "EMPTY": Style(color="black", bgcolor=hex_of(EMPTY)),
     }
-
-
-def _names(classes: Iterable[int]) -> list[str]:
-    from flashgen.picture.mask import CellClass
-
-    return [CellClass(number).name for number in classes]
-
-
-def _hex(color: Sequence[int]) -> str:
-    return "#{:02x}{:02x}{:02x}".format(*color)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.console import INTERRUPTED, note, plain_table, print_json, print_json_error, print_table, progress_bar
+from flashgen.cli.console import INTERRUPTED, note, print_json, print_json_error, print_table, progress
 from flashgen.cli.operators import chosen_specs, element_of
 from flashgen.cli.options import (
     Constant,
@@ -87,7 +87,7 @@ def tune(
     """
     from flashgen.compiler.tuned import TunedStore
     from flashgen.toolchains.cpp import find_compiler
-    from flashgen.tuning.device import cuda_is_there
+    from flashgen.tuning.timing import cuda_is_there
     from flashgen.tuning.tune import Job
     from flashgen.verification import fitting
 
@@ -128,7 +128,7 @@ def _run(job: Job, store: TunedStore, *, again: bool, quiet: bool) -> Tuning | N
     interrupted = False
     try:
         what = f"tuning {spec.name}, head_dim {job.head_dim}"
-        for step in progress_bar(steps_of(job, store, again=again), total, what):
+        for step in progress(steps_of(job, store, again=again), what, total):
             steps.append(step)  # noqa: PERF402 - each stays when the next is interrupted
     except KeyboardInterrupt:
         interrupted = True
@@ -154,31 +154,18 @@ def _run(job: Job, store: TunedStore, *, again: bool, quiet: bool) -> Tuning | N
 def _print(job: Job, tuning: Tuning) -> None:
     title = f"{job.spec.name}, head_dim {job.head_dim}, {tuning.shape_class}"
     columns = ["pass", "tile", "× planner", "quartiles", "predicted", ""]
-    table = plain_table(title, columns, left=["pass", "tile", ""])
+    rows: list[tuple[str, ...]] = []
     for name, found in tuning.passes.items():
-        table.add_row(
-            name, str(found.planner), "1.000", "", "1.000", _mark("planner", found, chosen=found.winner is None)
-        )
+        mark = "planner, kept" if found.candidates and found.winner is None else "planner"
+        rows.append((name, str(found.planner), "1.000", "", "1.000", mark))
         for each in sorted(found.candidates, key=lambda each: each.ratio):
-            mark = _mark("", found, chosen=each == found.winner)
-            table.add_row(
-                "",
-                str(each.tile),
-                f"{each.ratio:.3f}",
-                f"{each.low:.3f}–{each.high:.3f}",
-                f"{each.predicted:.3f}",
-                mark,
-            )
-        table.add_section()
-    print_table(table)
+            numbers = (f"{each.ratio:.3f}", f"{each.low:.3f}–{each.high:.3f}", f"{each.predicted:.3f}")
+            rows.append(("", str(each.tile), *numbers, "kept" if each == found.winner else ""))
+        rows.append(())
+    print_table(title, columns, rows, left=["pass", "tile", ""])
     click.echo(f"  measured at {tuning.shape} on {job.identity}")
     for name, found in tuning.passes.items():
         click.echo(f"  {name}: {_verdict(found)}")
-
-
-def _mark(what: str, found: MeasuredPass, *, chosen: bool) -> str:
-    kept = "kept" if chosen and found.candidates else ""
-    return ", ".join(word for word in (what, kept) if word)
 
 
 def _verdict(found: MeasuredPass) -> str:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.console import note, plain_table, print_json, print_table, progress
+from flashgen.cli.console import note, print_json, print_table, progress
 from flashgen.cli.operators import loaded_operators
 from flashgen.cli.options import (
     Constant,
@@ -26,6 +26,9 @@ from flashgen.ir.shape import Shape
 
 if TYPE_CHECKING:
     from flashgen.verification import Case, F8Case, F8Row, Row
+
+    _Errors = tuple[float | str, ...]
+    _Case = tuple[tuple[object, ...], Sequence[tuple[Row | F8Row, _Errors]]]
 
 
 @click.command(short_help="Compare results with the float64 reference.")
@@ -82,9 +85,12 @@ def verify(
     rows += [row for f8_cases in narrow.values() for f8_case in f8_cases for row in f8_case.rows]
     failed = sum(not row.ok for row in rows)
     if as_json:
-        found = {name: [_as_dict(case) for case in cases] for name, cases in reports.items()}
-        for title, f8_cases in narrow.items():
-            found[title] += map(_f8_as_dict, f8_cases)
+        found: dict[str, list[dict[str, object]]] = {}
+        for title, cases in reports.items():
+            moved = [{name: dataclasses.asdict(each) for name, each in case.hbm_bytes.items()} for case in cases]
+            both = zip(cases, moved, strict=True)
+            found[title] = [_as_dict(x, x.dtype, hbm_bytes=y, derived_by=x.derived_by) for x, y in both]
+            found[title] += [_as_dict(x, "f8e4m3", wide=str(x.wide)) for x in narrow.get(title, ())]
         print_json(found)
     else:
         for title, cases in reports.items():
@@ -97,76 +103,53 @@ def verify(
 
 
 def _print(title: str, cases: Sequence[Case]) -> None:
-    columns = ["head_dim", "dtype", "B,H,Hkv,Nq,Nk", "tensor", "flashgen", "PyTorch", "tolerance", ""]
-    table = plain_table(f"{title}: relative error against the float64 reference", columns, left=["dtype", "tensor", ""])
-    for case in cases:
-        for cells in _cells(case):
-            table.add_row(*cells)
-        table.add_section()
-    print_table(table)
+    columns = ["head_dim", "dtype", "B,H,Hkv,Nq,Nk", "tensor", "flashgen", "PyTorch", "tolerance"]
+    places = [(case.head_dim, case.dtype, case.shape) for case in cases]
+    errors = [[(row, (row.error, row.baseline, row.tolerance)) for row in case.rows] for case in cases]
+    _print_errors(title, columns, zip(places, errors, strict=True))
     for derived_by in dict.fromkeys(case.derived_by for case in cases if case.derived_by is not None):
         tangents, gradients = derived_by
         note(f"tangents by {tangents}; gradients of gradients by {gradients}")
     if any(case.hbm_bytes for case in cases):
         columns = ["head_dim", "dtype", "B,H,Hkv,Nq,Nk", "pass", "predicted", "counted"]
-        table = plain_table("bytes between the kernels and the GPU's memory", columns, left=["dtype", "pass"])
-        for case in cases:
-            for name, moved in case.hbm_bytes.items():
-                place = (str(case.head_dim), str(case.dtype), str(case.shape))
-                table.add_row(*place, name, f"{moved.predicted:,}", f"{moved.counted:,}")
-        print_table(table)
+        rows = [
+            (str(case.head_dim), str(case.dtype), str(case.shape), name, f"{moved.predicted:,}", f"{moved.counted:,}")
+            for case in cases
+            for name, moved in case.hbm_bytes.items()
+        ]
+        print_table("bytes between the kernels and the GPU's memory", columns, rows, left=["dtype", "pass"])
 
 
 def _print_f8(title: str, cases: Sequence[F8Case]) -> None:
-    columns = [
-        "head_dim",
-        "B,H,Hkv,Nq,Nk",
-        "tensor",
-        "8 bits",
-        "wider",
-        "a factor a tensor",
-        "own rounding",
-        "tolerance",
-        "",
+    columns = ["head_dim", "B,H,Hkv,Nq,Nk", "tensor", "8 bits", "wider", "a factor a tensor"]
+    columns += ["own rounding", "tolerance"]
+    places = [(case.head_dim, case.shape) for case in cases]
+    errors = [
+        [(x, (x.error, f"{x.wide:.1e} ({case.wide})", x.per_tensor, x.rounding, x.tolerance)) for x in case.rows]
+        for case in cases
     ]
-    table = plain_table(
-        f"{title} of 8 bits: relative error against the float64 reference", columns, left=["tensor", ""]
-    )
-    for case in cases:
-        place: tuple[str, ...] = (str(case.head_dim), str(case.shape))
-        for row in case.rows:
-            own = (f"{row.error:.1e}", f"{row.wide:.1e} ({case.wide})")
-            numbers = (f"{each:.1e}" for each in (row.per_tensor, row.rounding, row.tolerance))
-            table.add_row(*place, row.tensor, *own, *numbers, "ok" if row.ok else "FAIL")
-            place = ("", "")
-        table.add_section()
-    print_table(table)
+    _print_errors(f"{title} of 8 bits", columns, zip(places, errors, strict=True))
 
 
-def _cells(case: Case) -> Iterator[tuple[str, ...]]:
-    place: tuple[str, ...] = (str(case.head_dim), str(case.dtype), str(case.shape))
-    for row in case.rows:
-        numbers = (f"{row.error:.1e}", f"{row.baseline:.1e}", f"{row.tolerance:.1e}")
-        yield (*place, row.tensor, *numbers, "ok" if row.ok else "FAIL")
-        place = ("", "", "")
+def _print_errors(title: str, columns: Sequence[str], cases: Iterable[_Case]) -> None:
+    """A line for each row; the first one of a case says which case it is."""
+    lines: list[tuple[str, ...]] = []
+    for place, rows in cases:
+        places = list(map(str, place))
+        for row, errors in rows:
+            numbers = (each if isinstance(each, str) else f"{each:.1e}" for each in errors)
+            lines.append((*places, row.tensor, *numbers, "ok" if row.ok else "FAIL"))
+            places = [""] * len(places)
+        lines.append(())
+    title = f"{title}: relative error against the float64 reference"
+    print_table(title, [*columns, ""], lines, left=["dtype", "tensor", ""])
 
 
-def _as_dict(case: Case) -> dict[str, object]:
+def _as_dict(case: Case | F8Case, dtype: object, **more: object) -> dict[str, object]:
     return {
         "head_dim": str(case.head_dim),
-        "dtype": str(case.dtype),
+        "dtype": str(dtype),
         "shape": dataclasses.astuple(case.shape),
         "tensors": [{**dataclasses.asdict(row), "ok": row.ok} for row in case.rows],
-        "hbm_bytes": {name: dataclasses.asdict(each) for name, each in case.hbm_bytes.items()},
-        "derived_by": case.derived_by,
-    }
-
-
-def _f8_as_dict(case: F8Case) -> dict[str, object]:
-    return {
-        "head_dim": str(case.head_dim),
-        "dtype": "f8e4m3",
-        "wide": str(case.wide),
-        "shape": dataclasses.astuple(case.shape),
-        "tensors": [{**dataclasses.asdict(row), "ok": row.ok} for row in case.rows],
+        **more,
     }

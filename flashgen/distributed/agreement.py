@@ -7,8 +7,8 @@ call that is right costs one collective of a few numbers; only what is wrong is 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,44 +28,24 @@ class Told:
 
 @dataclass(frozen=True)
 class Given:
-    """A call as one rank sees it. Everything but ``told`` is one for all ranks."""
+    """A call as one rank sees it: ``said``, by what it is called, is one for all ranks."""
 
-    op: str
-    method: str
-    partition: str
-    q: str
-    k: str
-    v: str
-    captured: str
-    options: str
-    mask: str
+    said: Mapping[str, str]
     told: Told
 
     @property
     def digest(self) -> tuple[int, int]:
         """Of what is one for all ranks."""
-        text = repr([getattr(self, each.name) for each in fields(self) if each.name != "told"])
-        found = hashlib.sha256(text.encode()).digest()
+        found = hashlib.sha256(repr(self.said).encode()).digest()
         return (int.from_bytes(found[:8], "little", signed=True), int.from_bytes(found[8:16], "little", signed=True))
 
 
 @dataclass(frozen=True)
 class Refused:
-    """What a rank could not take."""
+    """What a rank could not take, as a kind of error that every rank can raise."""
 
     error: type[Exception]
     message: str
-
-    @classmethod
-    def for_(cls, error: Exception) -> Refused:
-        """A kind of error that every rank can raise: of what is no argument's mistake its name is a word of it."""
-        for kind in (TypeError, ValueError):
-            if isinstance(error, kind):
-                return cls(kind, str(error))
-        return cls(RuntimeError, f"{type(error).__name__}: {error}")
-
-
-_WORDS = {"mask": "what the mask reads", "op": "the op", "options": "options", "captured": "captured values"}
 
 
 def agree(of_this_rank: Callable[[], Given], group: Group) -> list[Told]:
@@ -74,7 +54,8 @@ def agree(of_this_rank: Callable[[], Given], group: Group) -> list[Told]:
     try:
         mine = of_this_rank()
     except Exception as error:  # whatever it is, the others wait for what this rank tells
-        mine = Refused.for_(error)
+        known = next((kind for kind in (TypeError, ValueError) if isinstance(error, kind)), None)
+        mine = Refused(known or RuntimeError, str(error) if known else f"{type(error).__name__}: {error}")
     numbers = [0] * 6
     if isinstance(mine, Given):
         numbers = [1, *mine.digest, mine.told.length, mine.told.seed, mine.told.nanoseconds]
@@ -97,12 +78,10 @@ def _tell(mine: Given | Refused, group: Group) -> None:
     for rank, each in enumerate(said):
         if isinstance(each, Refused):
             raise each.error(f"rank {rank}: {each.message}")
-    first = said[0]
-    for field in fields(Given):
+    for what, wanted in said[0].said.items():
         for rank, each in enumerate(said):
-            if field.name != "told" and getattr(each, field.name) != getattr(first, field.name):
-                what = _WORDS.get(field.name, f"'{field.name}'")
+            if each.said[what] != wanted:
                 raise ValueError(
-                    f"ranks differ in {what}: rank 0 has {getattr(first, field.name)}, rank {rank} has "
-                    f"{getattr(each, field.name)}; every rank has to pass the same"
+                    f"ranks differ in {what}: rank 0 has {wanted}, rank {rank} has {each.said[what]}; "
+                    "every rank has to pass the same"
                 )

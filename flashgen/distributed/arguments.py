@@ -32,16 +32,16 @@ def autocast(op: AttentionOp, *tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def checked(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, backend: str) -> HeadDim:
-    """The head dimension of a dense call on a group of this backend. Raises ``TypeError`` and ``ValueError``."""
+def check_call(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, backend: str) -> None:
+    """Raise ``TypeError`` and ``ValueError`` for what is no dense call on a group of this backend."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_one(name, x, q, backend)
     _check_together(q, k, v)
-    for each in spec.head_dims:
-        if (each.qk, each.v) == (q.shape[3], v.shape[3]):
-            return each
-    known = " or ".join(map(str, spec.head_dims))
-    raise ValueError(f"head dimension {q.shape[3]} of q and {v.shape[3]} of v; '{spec.name}' is compiled for {known}")
+    if HeadDim(q.shape[3], v.shape[3]) not in spec.head_dims:
+        known = " or ".join(map(str, spec.head_dims))
+        raise ValueError(
+            f"head dimension {q.shape[3]} of q and {v.shape[3]} of v; '{spec.name}' is compiled for {known}"
+        )
 
 
 def refuse_distributed(given: Mapping[str, object]) -> None:

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashgen.analysis.boxes import EMPTY, FULL, Boxes, classify_boxes
+from flashgen.analysis.boxes import Boxes, classify_boxes
 from flashgen.analysis.selection import read_of_calls, selection_of
-from flashgen.analysis.tiles import loads_of
+from flashgen.analysis.tiles import TileClass, loads_of
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.ir.expr import Load, Symbol, SymbolKind, index_set, walk
 from flashgen.ir.shape import Shape
@@ -28,12 +28,16 @@ from flashgen.op.selected import lowered_tensors
 from flashgen.plan.tile_counts import known_params
 
 Span = tuple[int, int]  # positions, the second is behind the last
+_Ends = tuple[NDArray[np.int64], NDArray[np.int64]] | NDArray[np.int64]
 
 MOST_BLOCKS = 256  # of keys, so that a look at a mask takes milliseconds
 MOST_ROWS = 8  # parts of a span of queries that are looked at
 _SETTLED_AT_ONCE = 4096  # boxes of single spans; of more, boxes of many come first
 _COARSE = 32  # of these along queries, and along keys
 _MOST_HEADS = 64  # pairs of b and h; where masks have more, nothing is known of b and h beyond these
+
+
+_variant = functools.lru_cache(maxsize=64)(analyse)
 
 
 @dataclass(frozen=True)
@@ -99,17 +103,17 @@ def read_by(spec: AttentionSpec, head_dim: HeadDim) -> tuple[frozenset[str], fro
     return frozenset(tensors), frozenset(params)
 
 
-@functools.lru_cache(maxsize=64)
-def _variant(spec: AttentionSpec, head_dim: HeadDim) -> Variant:
-    return analyse(spec, head_dim)
-
-
 def cuts(start: int, stop: int, parts: int) -> list[Span]:
     """``parts`` spans of nearly equal length, fewer where there are fewer positions."""
     length = stop - start
     parts = max(min(parts, length), 1)
     ends = [start + length * n // parts for n in range(parts + 1)]
     return list(itertools.pairwise(ends))
+
+
+def moved(span: Span, by: int) -> Span:
+    """The same span, counted from another place."""
+    return span[0] + by, span[1] + by
 
 
 def kept(mask: Mask, queries: Sequence[Span], keys: Sequence[Span]) -> NDArray[np.float64]:
@@ -152,22 +156,12 @@ def _shares(mask: Mask, place: tuple[int, int], q: _Spans, k: _Spans) -> NDArray
     r0, c0 = (each.ravel() for each in np.meshgrid(rows[:-1], columns[:-1], indexing="ij"))
     r1, c1 = (each.ravel() for each in np.meshgrid(rows[1:], columns[1:], indexing="ij"))
     while len(r0):
-        boxes = Boxes(
-            b=np.full(len(r0), place[0]),
-            h=np.full(len(r0), place[1]),
-            first_i=q.starts[r0],
-            last_i=q.stops[r1 - 1] - 1,
-            first_j=k.starts[c0],
-            last_j=k.stops[c1 - 1] - 1,
-            sizes=mask.sizes,
-            params=mask.params,
-        )
-        classes = classify_boxes(mask.variant.keep, boxes, loads_of(mask.tensors))
+        classes = _classes(mask, place, (q.starts[r0], q.stops[r1 - 1]), (k.starts[c0], k.stops[c1 - 1]))
         single = (r1 - r0 == 1) & (c1 - c0 == 1)
-        found[r0[single], c0[single]] = np.select([classes == EMPTY, classes == FULL], [0.0, 1.0], 0.5)[single]
-        for x0, x1, y0, y1 in np.stack([r0, r1, c0, c1], 1)[~single & (classes == FULL)].tolist():
+        found[r0[single], c0[single]] = classes[single] / TileClass.FULL  # of a PARTIAL one half
+        for x0, x1, y0, y1 in np.stack([r0, r1, c0, c1], 1)[~single & (classes == TileClass.FULL)].tolist():
             found[x0:x1, y0:y1] = 1.0
-        left = ~single & (classes != EMPTY) & (classes != FULL)
+        left = ~single & (classes != TileClass.EMPTY) & (classes != TileClass.FULL)
         r0, r1, c0, c1 = r0[left], r1[left], c0[left], c1[left]
         across = r1 - r0 >= c1 - c0
         middle = np.where(across, (r0 + r1) // 2, (c0 + c1) // 2)
@@ -183,20 +177,25 @@ def kept_of_pairs(mask: Mask, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDA
     if len(pairs) > _MOST_HEADS:
         return np.where(some, 0.5, 0.0)
     total = np.zeros(len(q))
-    for b, h in pairs:
-        boxes = Boxes(
-            b=np.full(len(q), b),
-            h=np.full(len(q), h),
-            first_i=q[:, 0],
-            last_i=np.maximum(q[:, 1] - 1, q[:, 0]),
-            first_j=k[:, 0],
-            last_j=np.maximum(k[:, 1] - 1, k[:, 0]),
-            sizes=mask.sizes,
-            params=mask.params,
-        )
-        classes = classify_boxes(mask.variant.keep, boxes, loads_of(mask.tensors))
-        total += np.where(classes == EMPTY, 0.0, np.where(classes == FULL, 1.0, 0.5))
+    for place in pairs:  # of a PARTIAL one half
+        total += _classes(mask, place, q.T, k.T) / TileClass.FULL
     return np.where(some, total / max(len(pairs), 1), 0.0)
+
+
+def _classes(mask: Mask, place: tuple[int, int], queries: _Ends, keys: _Ends) -> NDArray[np.int8]:
+    """Of boxes of one b and h, from where spans of queries and of keys begin and end."""
+    count = len(queries[0])
+    boxes = Boxes(
+        b=np.full(count, place[0]),
+        h=np.full(count, place[1]),
+        first_i=queries[0],
+        last_i=np.maximum(queries[1] - 1, queries[0]),
+        first_j=keys[0],
+        last_j=np.maximum(keys[1] - 1, keys[0]),
+        sizes=mask.sizes,
+        params=mask.params,
+    )
+    return classify_boxes(mask.variant.keep, boxes, loads_of(mask.tensors))
 
 
 def _told_apart(mask: Mask) -> list[tuple[int, int]]:

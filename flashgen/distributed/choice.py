@@ -148,9 +148,9 @@ def choice_of(
     seconds: float, link: float,
 ) -> Choice:  # fmt: skip
     """How a call is spread; ``seconds``: what one device would take. Raises ``ValueError`` for what cannot be."""
-    if isinstance(method, tuple) and len(method) == 2:
+    if isinstance(method, tuple):
         return _choice_of_two(method, topology, held, needs, mask, sizes)
-    name = method if isinstance(method, str) else method[0]
+    name = method
     why = no_heads(mask.variant.spec, sizes.heads, sizes.kv_heads, topology.world)
     if why and name == "ulysses":
         raise ValueError(f"method 'ulysses': {why}; 'ring' and 'all_gather' can")

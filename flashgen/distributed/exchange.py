@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,20 +26,13 @@ Group = dist.ProcessGroup | None
 Backward = Callable[..., Any]
 
 
-class Counter:
-    """Bytes of rows that this process sent to other ranks."""
-
-    def __init__(self) -> None:
-        self.sent = 0
-
-
-_counters: list[Counter] = []
+_counters: list[SimpleNamespace] = []
 
 
 @contextmanager
-def counting() -> Iterator[Counter]:
-    """Counts what is sent while it is entered: rows forward, and their gradients backward."""
-    counter = Counter()
+def counting() -> Iterator[SimpleNamespace]:
+    """Counts the bytes that this process has ``sent`` while it is entered: rows forward, their gradients backward."""
+    counter = SimpleNamespace(sent=0)
     _counters.append(counter)
     try:
         yield counter
@@ -73,13 +67,6 @@ def all_to_all(rows: Tensor, counts: Sequence[int], received: Sequence[int], gro
     return out
 
 
-def of_first_order(gradients: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Gradients that nobody differentiates again. Raises ``RuntimeError``: they would be taken for constant."""
-    if torch.is_grad_enabled() and any(each.requires_grad for each in gradients):
-        raise _of_second_order()
-    return gradients
-
-
 def once(backward: Backward) -> Backward:
     """A backward pass that nobody differentiates again. Raises ``RuntimeError`` where somebody would.
 
@@ -90,17 +77,13 @@ def once(backward: Backward) -> Backward:
     @wraps(backward)
     def checked(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():  # by create_graph=True; gradients depend on inputs, whatever arrives
-            raise _of_second_order()
+            raise RuntimeError(
+                "gradients that ranks exchange (context_parallel) cannot be differentiated again: second "
+                "derivatives are those of one process. Call backward() without create_graph=True, or the op itself"
+            )
         return backward(ctx, *gradients)
 
     return checked
-
-
-def _of_second_order() -> RuntimeError:
-    return RuntimeError(
-        "gradients that ranks exchange (context_parallel) cannot be differentiated again: second "
-        "derivatives are those of one process. Call backward() without create_graph=True, or the op itself"
-    )
 
 
 class Flight:
@@ -182,7 +165,7 @@ def _silent(store: Store, own: int, others: Sequence[int]) -> list[int]:
 
 def _is_reached(group: Group, rank: int) -> bool:
     try:
-        work = dist.isend(torch.zeros(1), global_rank(group, rank), group=group, tag=_PROBE)
+        work = dist.isend(torch.zeros(1), group=group, tag=_PROBE, group_dst=rank)
         if work is not None:
             work.wait(_PROBE_TIME)
     except RuntimeError:
@@ -200,7 +183,7 @@ def post(sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tenso
         for peer, x in each:
             if x.numel() == 0:
                 continue
-            ops.append(dist.P2POp(function, x.view(torch.uint8), global_rank(group, peer), group))
+            ops.append(dist.P2POp(function, x.view(torch.uint8), group=group, group_peer=peer))
             peers.append(peer)
             kept.append(x)
             if function is dist.isend:
@@ -211,11 +194,6 @@ def post(sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tenso
     except RuntimeError as error:
         raise no_answer(sorted(set(peers)), what, error) from error
     return Flight(works, peers, kept, what)
-
-
-def global_rank(group: Group, rank: int) -> int:
-    """A rank of a group among all ranks."""
-    return rank if group is None else dist.get_global_rank(group, rank)
 
 
 class _Sum(torch.autograd.Function):
@@ -232,8 +210,9 @@ class _Sum(torch.autograd.Function):
         return tuple(value.view_as(value).to(dtype) for value, dtype in zip(values, wide, strict=True))
 
     @staticmethod
+    @once
     def backward(ctx: Any, *gradients: Any) -> Any:
-        wide = (_total(each, ctx.group) for each in of_first_order(gradients))
+        wide = (_total(each, ctx.group) for each in gradients)
         return None, *(x.to(dtype) for x, dtype in zip(wide, ctx.dtypes, strict=True))
 
 
@@ -272,41 +251,25 @@ def is_under_ddp(group: Group) -> bool:
     return len(set(own) & set(dist.get_process_group_ranks(module.process_group))) > 1
 
 
-class _Gather(torch.autograd.Function):
-    """Rows of all ranks in the order of positions; the gradient is that of the own rows."""
+class _Shard(torch.autograd.Function):
+    """The own rows of what every rank has, or the rows of all, ascending: each is the gradient of the other."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, positions: Sequence[Tensor], rank: int, group: Group) -> Tensor:
-        ctx.rest = dim, positions, rank, group
-        return _whole(x, dim, positions, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return sliced(*gradients, *ctx.rest), None, None, None, None
-
-
-class _Slice(torch.autograd.Function):
-    """The own rows of what every rank has; the gradient is that of all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, positions: Sequence[Tensor], rank: int, group: Group) -> Tensor:
-        ctx.rest = dim, positions, rank, group
-        return x.index_select(dim, positions[rank].to(x.device))
+    def forward(
+        ctx: Any, x: Tensor, gathers: bool, dim: int, positions: Sequence[Tensor], rank: int, group: Group
+    ) -> Tensor:
+        ctx.gathers, ctx.rest = gathers, (dim, positions, rank, group)
+        return _whole(x, dim, positions, group) if gathers else x.index_select(dim, positions[rank].to(x.device))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return gathered(*gradients, *ctx.rest), None, None, None, None
+        (d,) = gradients
+        return shard(d, not ctx.gathers, *ctx.rest), None, None, None, None, None
 
 
-def gathered(x: Tensor, dim: int, positions: Sequence[Tensor], rank: int, group: Group) -> Tensor:
-    """``x`` of every rank, whole."""
-    found: Tensor = _Gather.apply(x, dim % x.dim(), positions, rank, group)  # type: ignore[no-untyped-call]
-    return found
-
-
-def sliced(x: Tensor, dim: int, positions: Sequence[Tensor], rank: int, group: Group) -> Tensor:
-    """The rows of ``x`` that a rank holds."""
-    found: Tensor = _Slice.apply(x, dim % x.dim(), positions, rank, group)  # type: ignore[no-untyped-call]
+def shard(x: Tensor, gathers: bool, dim: int, positions: Sequence[Tensor], rank: int, group: Group) -> Tensor:
+    """The rows of ``x`` that a rank holds; or, where it ``gathers``, ``x`` of every rank, whole."""
+    found: Tensor = _Shard.apply(x, gathers, dim % x.dim(), positions, rank, group)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -20,12 +20,12 @@ from flashgen.distributed.exchange import backend_of, is_under_ddp, summed
 from flashgen.distributed.needs import length
 from flashgen.distributed.partial import Partial, Where
 from flashgen.distributed.partition import Partition
-from flashgen.distributed.prepared import Call, Known, Preparation
-from flashgen.distributed.ragged import attend_heads, attend_pieces, pieces_of, refusal, starts_of
+from flashgen.distributed.prepared import Call, Known, Preparation, Setting
+from flashgen.distributed.ragged import attend_pieces, attends_heads, pieces_of, refusal, starts_of
 from flashgen.distributed.ring import Walk
 from flashgen.distributed.rounds import rounds_of
-from flashgen.distributed.topology import KEYS, METHODS, Topology, topology_of
-from flashgen.distributed.ulysses import Swap, no_heads, shares_of
+from flashgen.distributed.topology import KEYS, METHODS, topology_of
+from flashgen.distributed.ulysses import Swap, attend_swapped, no_heads, shares_of
 from flashgen.distributed.whole import attend_whole
 from flashgen.op.op import AttentionOp, is_repeatable
 from flashgen.op.values import type_of_sums
@@ -82,35 +82,22 @@ def context_parallel(
     topology = topology_of(mesh, method)
     if partition is not None and partition.world != topology.world:
         raise ValueError(f"the partition is for {partition.world} ranks; the group has {topology.world}")
-    by = method if isinstance(method, str) else tuple(method)
+    by = method if isinstance(method, str) else tuple(method) if len(method) > 1 else method[0]
     if link is None:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
         link = LINKS.get(backend_of(topology.whole, kind), LINKS["gloo"])
-    return ContextParallel(op, topology, by, partition, check=check, wide=wide, sums=sums, link=link)
+    return ContextParallel(Setting(op, topology, by, partition, check, wide, sums, float(link)))
 
 
 class ContextParallel:
     """An op whose sequence is spread over the ranks of a group. Every rank calls it, with its own rows."""
 
-    def __init__(
-        self,
-        op: AttentionOp,
-        topology: Topology,
-        method: str | tuple[str, ...],
-        partition: Partition | None,
-        *,
-        check: bool,
-        wide: bool,
-        sums: bool,
-        link: float,
-    ) -> None:
-        self.op, self.method = op, method
-        self.rank, self.world = topology.rank, topology.world
-        self._topology, self._sums = topology, sums
-        self._partial = Partial(op, wide=wide)
-        self._preparation = Preparation(
-            op, topology, method, partition, check=check, link=float(link), switches={"wide": wide, "sums": sums}
-        )
+    def __init__(self, setting: Setting) -> None:
+        self.op, self.method = setting.op, setting.method
+        self.rank, self.world = setting.topology.rank, setting.topology.world
+        self._topology, self._sums = setting.topology, setting.sums
+        self._partial = Partial(setting.op, wide=setting.wide)
+        self._preparation = Preparation(setting)
 
     def __repr__(self) -> str:
         return f"<{self.op.name} over {self.world} ranks by {method_text(self.method)}; this is rank {self.rank}>"
@@ -167,29 +154,28 @@ class ContextParallel:
 
         Raises what a dense call raises, and ``ValueError`` for sequences that are not the rows of all ranks.
         """
-        if isinstance(self.method, tuple) and len(self.method) > 1:
+        method = self.method
+        if method not in METHODS:
             raise ValueError("ragged batches are spread over one dimension of a mesh: name one method")
 
         def given() -> Call:
             options = {"return_lse": return_lse, "dropout_p": dropout_p, "deterministic": deterministic}
             return dense(self.op, (q, k, v)), {**options, "cu_seqlens": starts_of(cu_seqlens)}
 
-        held, tensors, _, _ = self._preparation.tell(given, seed, captured)
+        told = self._preparation.tell(given, seed, captured)
+        held, tensors = told.held, self._summed(told.tensors)
         starts = starts_of(cu_seqlens)
         total = sum(map(length, held))
         if starts[-1] != total:
             raise ValueError(f"'cu_seqlens' ends at {starts[-1]}; the ranks have {total} rows")
-        method = self.method if isinstance(self.method, str) else self.method[0]
-        tensors = self._summed(tensors)
         if method == "ulysses":
             heads, kv_heads = tensors[0].shape[1], tensors[1].shape[1]
             why = no_heads(self.op.spec, heads, kv_heads, self.world)
             if why:
                 raise ValueError(f"method 'ulysses': {why}; 'ring' and 'all_gather' can")
             swap = Swap(self._topology.by_heads, held, shares_of(heads, kv_heads, self.world))
-            o, lse = attend_heads(
-                self.op, swap, tensors, cu_seqlens, has_lse=return_lse, repeatable=is_repeatable(deterministic)
-            )
+            attend = attends_heads(self.op, cu_seqlens, heads, is_repeatable(deterministic))
+            o, lse = attend_swapped(swap, tensors, return_lse, attend)
         else:
             why = refusal(self.op.spec)
             if why:
@@ -217,21 +203,15 @@ class ContextParallel:
         topology = self._topology
         held = call.held if method == "ulysses" else topology.of_heads(call.held, self.rank)
         shares = shares_of(call.sizes.heads, call.sizes.kv_heads, len(held))
-        swap = Swap(topology.by_heads, held, shares)
-        q, k, v = swap.there(*tensors[:3])
-        rest = tensors[3:]
-        own = shares[swap.rank]
-        found = []
-        for heads, kv_heads in own.calls:
-            part = (q[:, slice(*heads)], k[:, slice(*kv_heads)], v[:, slice(*kv_heads)], *rest)
-            at = (own.heads[0] + heads[0], call.sizes.heads)
-            if method == "ulysses":
-                found.append(self._alone(call, part, at, repeatable))
-            else:
-                found.append(self._by_keys(call, part, at, repeatable, at_once="all_gather" in self.method))
-        o = swap.home(torch.cat([o for o, _ in found], 1))
-        sums = [lse for _, lse in found if lse is not None and has_lse]
-        return o, swap.home(torch.cat(sums, 1)[..., None])[..., 0] if sums else None
+
+        def attend(part: tuple[Any, ...], first: int) -> tuple[Tensor, Tensor | None]:
+            if method != "ulysses":
+                at = (first, call.sizes.heads)
+                return self._by_keys(call, part, at, repeatable, at_once="all_gather" in self.method)
+            offsets = (0, 0, 0, first, call.total, call.total, None, call.sizes.heads)
+            return attend_whole(self.op.engine, part, (offsets, repeatable))
+
+        return attend_swapped(Swap(topology.by_heads, held, shares), tensors, has_lse, attend)
 
     def _summed(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
         """The same; gradients of what is captured are those of all ranks, if anything is to be learned, and are added
@@ -266,15 +246,6 @@ class ContextParallel:
             plan = rounds_of(call.needs, held, line, at_once=at_once, device=tensors[0].device, pace=call.pace)
             batch, N = call.sizes.batch, call.total
             where = Where(0, 0, 0, heads[0], N, N, batch, heads[1])
-            walk = call.walks[key] = Walk(
-                self._partial, held[line], plan, topology.by_keys, where, repeatable,
-                keeps=at_once or call.needs.are_few(held),
-            )  # fmt: skip
+            keeps = at_once or call.needs.are_few(held)
+            walk = call.walks[key] = Walk(self._partial, plan, topology.by_keys, where, repeatable, keeps)
         return walk.attend(tuple(tensors))
-
-    def _alone(
-        self, call: Known, tensors: Sequence[Any], heads: tuple[int, int], repeatable: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Some heads of all rows."""
-        offsets = (0, 0, 0, heads[0], call.total, call.total, None, heads[1])
-        return attend_whole(self.op.engine, tensors, (offsets, repeatable))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,9 +35,8 @@ from flashgen.reference.shard import Shard
 _MOST_LSE = 88.0  # as kernels have it: beyond, a row's lse is in parts
 
 
-@dataclass(frozen=True)
-class Where:
-    """Where rows and keys of a call lie in the whole, as the offsets of the op say it."""
+class Where(NamedTuple):
+    """Where rows and keys of a call lie in the whole: the offsets of the operator, in their order."""
 
     q_start: int
     kv_start: int
@@ -47,14 +46,6 @@ class Where:
     kv_total: int
     b_total: int
     h_total: int
-
-    @property
-    def offsets(self) -> Any:
-        """In the order of the operator."""
-        return (
-            self.q_start, self.kv_start, self.b_start, self.h_start,
-            self.q_total, self.kv_total, self.b_total, self.h_total,
-        )  # fmt: skip
 
 
 @dataclass
@@ -106,7 +97,7 @@ class Partial:
 
     def add(self, rows: Rows | None, tensors: Tensors, where: Where) -> Rows:
         """Rows with a part of the keys, k and v of ``tensors``, more, in place; None: they have seen none."""
-        o, lse, extremes = self.engine.attend(tensors, (where.offsets, False))
+        o, lse, extremes = self.engine.attend(tensors, (where, False))
         if lse is None:
             if rows is None:
                 return Rows(o.to(type_of_sums(o.dtype)), None, None)
@@ -137,9 +128,9 @@ class Partial:
     def whole(self, into: Closed, tensors: Tensors, where: Where) -> None:
         """What ``close`` gives of rows whose keys are all here, in their place among others: one call of the op."""
         if self._writes_slices(self.op, tensors):
-            self.op.engine_of(SLICES).attend(tensors, (where.offsets, False), into=into)
+            self.op.engine_of(SLICES).attend(tensors, (where, False), into=into)
             return
-        for x, place in zip(self.op.engine.attend(tensors, (where.offsets, False)), into, strict=True):
+        for x, place in zip(self.op.engine.attend(tensors, (where, False)), into, strict=True):
             if x is not None and place is not None:
                 place.copy_(x)
 
@@ -191,7 +182,7 @@ class Partial:
     ) -> list[Tensor]:  # fmt: skip
         """The gradients of a part, float32 at least, of those inputs that ``needs`` names; q, k and v among them."""
         rows = (d_lse, *closed) if self.form.normalised else (None,) * 4
-        return self.engine.gradients(d_o, rows, tensors, (where.offsets, deterministic), needs, is_part=True)
+        return self.engine.gradients(d_o, rows, tensors, (where, deterministic), needs, is_part=True)
 
     def gradients_of_whole(
         self, into: Sequence[Tensor], d_o: Tensor, d_lse: Tensor | None, closed: Closed, tensors: Tensors, where: Where,
@@ -203,7 +194,7 @@ class Partial:
         if self.wide and self._writes_slices(self.inner, tensors):
             rows = (d_lse, *closed) if self.form.normalised else (None,) * 4
             engine = self.inner.engine_of(SLICES)
-            rest = (where.offsets, deterministic)
+            rest = (where, deterministic)
             return engine.gradients(d_o, rows, tensors, rest, needs, is_part=True, into=into)[3:]
         o, lse, parts = closed
         rows_read = (o.to(self.type_of(o.dtype)), lse, parts)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashgen.distributed.blocks import MOST_BLOCKS, Mask, Span, cuts, kept, kept_of_pairs, mask_of, read_by
-from flashgen.distributed.exchange import Group, check_member, gathered, sliced
-from flashgen.distributed.needs import Held, joined, needs_of
+from flashgen.distributed.exchange import Group, check_member, shard
+from flashgen.distributed.needs import Held, joined, length, needs_of
 from flashgen.ir.expr import Symbol
 from flashgen.op.checks import check_captured
 from flashgen.op.conversion import param_argument, tensor_argument
@@ -80,7 +80,7 @@ class Partition:
     @property
     def lengths(self) -> tuple[int, ...]:
         """How many positions each rank holds."""
-        return tuple(sum(stop - start for start, stop in own) for own in self.spans)
+        return tuple(map(length, self.spans))
 
     @property
     def imbalance(self) -> float:
@@ -106,13 +106,13 @@ class Partition:
             if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given < self.world:
                 raise ValueError(f"'rank' is {rank!r}; one of {self.world} ranks is expected, 0 the first")
             return x.index_select(dim, self.positions(rank).to(x.device))
-        return sliced(x, dim, [self.positions(n) for n in range(self.world)], self._own(group), group)
+        return shard(x, False, dim, [self.positions(n) for n in range(self.world)], self._own(group), group)
 
     def gather(self, x: Tensor, dim: int = 2, group: Group = None) -> Tensor:
         """The whole of a tensor of which every rank has its rows, on every rank. Differentiable: each gets its own."""
         rank = self._own(group)
         self._check(x, dim, self.lengths[rank], f"x of rank {rank}")
-        return gathered(x, dim, [self.positions(n) for n in range(self.world)], rank, group)
+        return shard(x, True, dim, [self.positions(n) for n in range(self.world)], rank, group)
 
     def _own(self, group: Group) -> int:
         if not dist.is_initialized():
@@ -224,7 +224,7 @@ def dealt(mask: Mask, length: int, world: int, method: str = "balanced") -> Part
         return _made(length, blocks, weights, _by_weight(weights, world, len(blocks)), world)
     parts = {"contiguous": 1, "head_tail": 2}.get(method)
     if parts is not None:
-        blocks = _padded(cuts(0, length, parts * world), parts * world)
+        blocks = _equal(length, parts * world)
         return _made(length, blocks, work_of(mask, length, blocks), _in_mirror(world, parts), world)
     work = functools.partial(work_of, mask, length)
     return (_runs if method == "runs" else _balanced)(length, world, work)
@@ -269,7 +269,7 @@ def _balanced(length: int, world: int, work: Callable[[Sequence[Span]], list[flo
     Those of one run a rank may differ in length, as far as ``_LONGEST`` says: fewer keys travel, in fewer calls.
     """
     most = _MOST_PARTS if length >= _MOST_PARTS * world else 1
-    finest = _padded(cuts(0, length, most * world), most * world)
+    finest = _equal(length, most * world)
     weights = work(finest)
     best: Partition | None = None
     parts = 1
@@ -299,8 +299,7 @@ def _balanced(length: int, world: int, work: Callable[[Sequence[Span]], list[flo
 
 def _runs(length: int, world: int, work: Callable[[Sequence[Span]], list[float]]) -> Partition:
     """One run a rank."""
-    count = max(_FINE * world, _FINEST)
-    blocks = _padded(cuts(0, length, count), count)
+    blocks = _equal(length, max(_FINE * world, _FINEST))
     weights = work(blocks)
     return _made(length, blocks, weights, _in_runs(weights, world), world)
 
@@ -320,10 +319,10 @@ def _without_heavy(
     return [span for span, _ in found], [weight for _, weight in found]
 
 
-def _padded(spans: Sequence[Span], world: int) -> list[Span]:
-    """As many spans as ranks; the last ones are empty where there are fewer positions."""
-    end = spans[-1][1] if spans else 0
-    return [*spans, *[(end, end)] * (world - len(spans))]
+def _equal(length: int, count: int) -> list[Span]:
+    """As many spans as asked for; the last ones are empty where there are fewer positions."""
+    spans = cuts(0, length, count)
+    return [*spans, *[(length, length)] * (count - len(spans))]
 
 
 def _in_mirror(world: int, parts: int) -> list[int]:

@@ -94,7 +94,7 @@ class Pieces:
         if number >= len(self.plan.rounds):
             return None
         each, width = self.plan.rounds[number], self.form.width
-        sent = [(x.rank, taken(self._own_rows(), x.packed)) for x in each.sent]
+        sent = [(x.rank, taken(self._own_rows(), x.keys)) for x in each.sent]
         rows = self.k.new_empty((each.keys, width))
         received = []
         staged = []

@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from flashgen.distributed.agreement import Given, Told, agree
-from flashgen.distributed.arguments import checked, described, refuse_distributed, worded
+from flashgen.distributed.arguments import check_call, described, refuse_distributed, worded
 from flashgen.distributed.blocks import mask_of, read_by
 from flashgen.distributed.choice import Choice, Sizes, choice_of, method_text, pace_of, predicted
 from flashgen.distributed.exchange import backend_of
-from flashgen.distributed.marks import Mark, mark_of
 from flashgen.distributed.needs import Held, Needs, length, needs_of
 from flashgen.distributed.partition import Partition, in_order
 from flashgen.distributed.ring import Walk
@@ -27,13 +26,17 @@ from flashgen.distributed.segments import Pace
 from flashgen.distributed.topology import Topology
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
-from flashgen.op.checks import check_captured, check_device
+from flashgen.op.checks import check_captured
+from flashgen.op.conversion import check_device
 from flashgen.op.op import AttentionOp
 from flashgen.op.per_sequence import check_numbers
 from flashgen.op.plain import check_tensors
+from flashgen.op.same import Same
 
 _MOST_MARKED = 8  # calls that are remembered
 
+# Equal for calls of the same shapes whose masks read the same, so that what follows from them need not be found again.
+Mark = tuple[object, ...]
 # q, k and v of a dense call, and its options.
 Call = tuple[tuple[Tensor, ...], Mapping[str, Any]]
 
@@ -56,142 +59,116 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Remembered:
-    """A call that was right: what this rank was ``given``, what all ``said``, where they ask each other."""
+class Agreed:
+    """Who holds what, the operator's tensors, what ranks told, and the mark of the call, if it has one."""
 
-    mark: Mark
-    given: Given | None
-    said: Sequence[Told]
-    known: Known
+    held: Held
+    tensors: tuple[Any, ...]
+    said: list[Told]
+    mark: Mark | None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What ``context_parallel`` was given, checked."""
+
+    op: AttentionOp
+    topology: Topology
+    method: str | tuple[str, ...]
+    partition: Partition | None
+    check: bool
+    wide: bool
+    sums: bool
+    link: float
 
 
 class Preparation:
-    """Prepares the calls of one op over the ranks of a group. Every rank does, with its own rows."""
+    """Prepares the calls of one op over the ranks of a group. Every rank does, with its own rows.
 
-    def __init__(
-        self,
-        op: AttentionOp,
-        topology: Topology,
-        method: str | tuple[str, ...],
-        partition: Partition | None,
-        *,
-        check: bool,
-        link: float,
-        switches: Mapping[str, bool],
-    ) -> None:
-        self._op, self._method, self._partition, self._topology = op, method, partition, topology
-        self._check, self._link, self._switches = check, link, switches
-        self._remembered: deque[Remembered] = deque(maxlen=_MOST_MARKED)
-        self._reads: dict[tuple[int, int], frozenset[str]] = {}  # what the mask reads, by head dimension
+    A call that is like one that was right is known by its mark. Ranks that ask each other do so each time: on another
+    rank it may be another call.
+    """
+
+    def __init__(self, setting: Setting) -> None:
+        self._op, self._setting, self._topology = setting.op, setting, setting.topology
+        self._given: deque[tuple[Mark, Given]] = deque(maxlen=_MOST_MARKED)
+        self._known: deque[tuple[tuple[Mark, list[Told]], Known]] = deque(maxlen=_MOST_MARKED)
 
     @property
     def remembered(self) -> int:
         """How many calls that were right are known."""
-        return len(self._remembered)
+        return len(self._known)
 
     def prepare(
         self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], seed: Any, captured: Mapping[str, Any]
     ) -> tuple[Known, tuple[Any, ...]]:
         """What ranks know, and the operator's tensors, of which q, k and v are this rank's rows."""
-        call = None if not self._remembered else self._remembered_call(q, k, v, options, seed, captured)
-        if call is not None:
-            return call
-        held, tensors, said, given = self.tell(lambda: ((q, k, v), options), seed, captured)
-        known = self._known(held, said, tensors)
-        mark = self._mark(tensors, options)
-        if mark is not None:
-            self._remembered.appendleft(Remembered(mark, given, [replace(each, seed=0) for each in said], known))
-        return known, tensors
-
-    def _remembered_call(
-        self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], seed: Any, captured: Mapping[str, Any]
-    ) -> tuple[Known, tuple[Any, ...]] | None:
-        """The same, where a call is like one that was right; None: what is wrong is said elsewhere.
-
-        Where ranks ask each other they do so here as well: on another rank it may be another call.
-        """
-        if self._op.spec.dropout is not None and seed is None and not self._check:
-            return None
-        try:
-            tensors = self._tensors(q, k, v, options, seed, captured)
-            mark = self._mark(tensors, options)
-        except Exception:
-            return None
-        found = next((each for each in self._remembered if mark is not None and each.mark == mark), None)
-        if found is None or found.given is None:
-            return None if found is None else (found.known, tensors)
-        given = replace(found.given, told=replace(found.given.told, seed=self._seed_of(tensors)))
-        said = agree(lambda: given, self._topology.whole)
-        tensors = self._with_seed(tensors, said)
-        said = [replace(each, seed=0) for each in said]
-        if said == found.said:
-            return found.known, tensors
-        known = self._known(self._held(said), said, tensors)
-        self._remembered.appendleft(Remembered(found.mark, given, said, known))
-        return known, tensors
+        told = self.tell(lambda: ((q, k, v), options), seed, captured)
+        said = [replace(each, seed=0) for each in told.said]
+        key = None if told.mark is None else (told.mark, said)
+        known = _recalled(self._known, key, lambda: self._known_of(told.held, said, told.tensors))
+        return known, told.tensors
 
     def _mark(self, tensors: Sequence[Any], options: Mapping[str, Any]) -> Mark | None:
-        dims = (tensors[0].shape[-1], tensors[2].shape[-1])
-        reads = self._reads.get(dims)
-        if reads is None:
-            reads = self._reads[dims] = frozenset().union(*read_by(self._op.spec, HeadDim(*dims)))
-        found = mark_of(tensors, self._op.signature.names, reads)
-        if found is None or not self._check:
-            return found
-        flag = torch.is_grad_enabled()
-        grads = tuple(flag and isinstance(x, Tensor) and x.requires_grad for x in tensors)
-        return (*found, grads, tuple(worded(value, flag) for value in options.values()))
+        """Of the operator's tensors; None: nothing is known of one.
 
-    def tell(
-        self, call: Callable[[], Call], seed: Any, captured: Mapping[str, Any]
-    ) -> tuple[Held, tuple[Any, ...], list[Told], Given | None]:
-        """Who holds what, the operator's tensors, what ranks told, and what this one was given where they ask each
-        other. What ``call`` raises, every rank does.
+        A tensor on a device is known by itself and by PyTorch's count of what was written to it: to compare what it
+        holds, the host would have to wait for it.
         """
-        spec, held = self._op.spec, None if self._partition is None else self._partition.spans
-        drawn: list[tuple[Any, ...]] = []
-        told: list[Given] = []
+        reads = frozenset().union(*read_by(self._op.spec, HeadDim(tensors[0].shape[-1], tensors[2].shape[-1])))
+        found: list[object] = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in tensors]
+        for name, x in zip(self._op.signature.names, tensors[3:], strict=False):
+            if isinstance(x, Tensor) and name in reads:
+                if x.is_cpu and x.dim() == 0:  # a param, which is another tensor each time
+                    found.append(x.item())
+                elif x.is_inference():  # nobody counts what is written to it
+                    return None
+                else:
+                    found.append(Same(x))
+        if self._setting.check:
+            flag = torch.is_grad_enabled()
+            found += [flag and isinstance(x, Tensor) and x.requires_grad for x in tensors]
+            found += [worded(value, flag) for value in options.values()]
+        return tuple(found)
 
-        def take() -> tuple[Call, HeadDim, tuple[Any, ...]]:
+    def tell(self, call: Callable[[], Call], seed: Any, captured: Mapping[str, Any]) -> Agreed:
+        """What ranks tell each other where they ask. What ``call`` raises, every rank does."""
+        spec, partition, check = self._op.spec, self._setting.partition, self._setting.check
+        drawn: list[tuple[tuple[Any, ...], Mark | None]] = []
+
+        def take() -> tuple[Mapping[str, Any], tuple[Any, ...], Mark | None]:
             (q, k, v), options = call()
             first: object = q  # which is checked next
             kind = first.device.type if isinstance(first, Tensor) else "cpu"
-            head_dim = checked(spec, q, k, v, backend_of(self._topology.whole, kind))
-            rows = q.shape[2] if held is None else length(held[self._topology.rank])
+            check_call(spec, q, k, v, backend_of(self._topology.whole, kind))
+            rows = q.shape[2] if partition is None else length(partition.spans[self._topology.rank])
             if q.shape[2] != rows:
-                raise ValueError(f"'q' has {q.shape[2]} rows; the partition says {rows} ({self._partition})")
+                raise ValueError(f"'q' has {q.shape[2]} rows; the partition says {rows} ({partition})")
             tensors = self._tensors(q, k, v, options, seed, captured)
             self._op.engine.checker.check_types(q, k, v, tensors[3 : 3 + len(spec.tensors)])
-            drawn.append(tensors)
-            return ((q, k, v), options), head_dim, tensors
+            drawn.append((tensors, self._mark(tensors, options)))
+            return options, *drawn[0]
 
         def given() -> Given:
-            ((q, k, v), options), head_dim, tensors = take()
-            told.append(self._given(q, k, v, options, captured, tensors, head_dim))
-            return told[0]
+            options, tensors, mark = take()
+            found = _recalled(self._given, mark, lambda: self._given_of(options, captured, tensors))
+            return replace(found, told=replace(found.told, seed=self._seed_of(tensors)))
 
-        if self._check:
+        if check:
             said = agree(given, self._topology.whole)
         else:
             if spec.dropout is not None and seed is None:
                 raise ValueError("check=False takes a seed: ranks do not tell each other the one that they draw")
             take()
-            said = [Told(length(own)) for own in held or ()]
-        tensors = self._with_seed(drawn[0], said) if self._check else drawn[0]
-        return self._held(said), tensors, said, told[0] if told else None
-
-    def _held(self, said: Sequence[Told]) -> Held:
-        """Who holds what: as the partition says, or parts one behind the other."""
-        return in_order([each.length for each in said]) if self._partition is None else self._partition.spans
+            said = [Told(length(own)) for own in (() if partition is None else partition.spans)]
+        tensors, mark = drawn[0]
+        if check and spec.dropout is not None and tensors[-2] is not None:
+            tensors = (*tensors[:-2], torch.tensor(said[0].seed), tensors[-1])  # that of the first rank
+        held = in_order([each.length for each in said]) if partition is None else partition.spans
+        return Agreed(held, tensors, said, mark)
 
     def _seed_of(self, tensors: Sequence[Any]) -> int:
         return int(tensors[-2].item()) if self._op.spec.dropout is not None and tensors[-2] is not None else 0
-
-    def _with_seed(self, tensors: tuple[Any, ...], said: Sequence[Told]) -> tuple[Any, ...]:
-        """The tensors with the first rank's seed, where there is one."""
-        if self._op.spec.dropout is None or tensors[-2] is None:
-            return tensors
-        return (*tensors[:-2], torch.tensor(said[0].seed), tensors[-1])
 
     def _tensors(
         self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], seed: Any, captured: Mapping[str, Any]
@@ -202,7 +179,7 @@ class Preparation:
         check_tensors(list(captured), list(captured.values()))
         for name, x in captured.items():
             if isinstance(x, Tensor) and x.dim():
-                check_device(name, x, q.device)
+                check_device(f"tensor '{name}'", x, q.device)
         found = op.operator_tensors(
             q, k, v, captured, return_lse=options["return_lse"], dropout_p=options["dropout_p"], seed=seed
         )
@@ -214,43 +191,34 @@ class Preparation:
                 )
         return tuple(found)
 
-    def _given(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        options: Mapping[str, Any],
-        captured: Mapping[str, Any],
-        tensors: Sequence[Any],
-        head_dim: HeadDim,
-    ) -> Given:
-        spec, flag = self._op.spec, torch.is_grad_enabled()
-        signature = self._op.signature
+    def _given_of(self, options: Mapping[str, Any], captured: Mapping[str, Any], tensors: Sequence[Any]) -> Given:
+        spec, flag, setting = self._op.spec, torch.is_grad_enabled(), self._setting
+        signature, (q, k, v) = self._op.signature, tensors[:3]
+        head_dim = HeadDim(q.shape[3], v.shape[3])
         starts = options.get("cu_seqlens")
         batch = q.shape[0] if starts is None else len(starts) - 1
         rows = {"B": batch, "H": q.shape[1], "Hkv": k.shape[1], "Nq": 0, "Nk": 0}
         values = zip(signature.names, tensors[3 : signature.inputs], strict=True)
-        options, nanoseconds = {**options, "link": self._link, **self._switches}, 0
-        if self._method == "auto":
+        options = {**options, "link": setting.link, "wide": setting.wide, "sums": setting.sums}
+        nanoseconds = 0
+        if setting.method == "auto":
             rows_of_all = self._topology.world * q.shape[2]
             shape = Shape(q.shape[0], q.shape[1], k.shape[1], rows_of_all, rows_of_all)
             nanoseconds = int(1e9 * predicted(spec, head_dim, shape, q.device))
-        return Given(
-            op=self._op.name,
-            method=method_text(self._method),
-            partition=str(self._partition and self._partition.spans),
-            q=described(q, flag),
-            k=described(k, flag),
-            v=described(v, flag),
-            captured=", ".join(f"{name} {worded(value, flag)}" for name, value in values),
-            options=", ".join(f"{name} {worded(value, flag)}" for name, value in options.items()),
-            mask=mask_of(spec, head_dim, rows, captured).key,
-            told=Told(q.shape[2], self._seed_of(tensors), nanoseconds),
-        )
+        said = {
+            "the op": self._op.name,
+            "'method'": method_text(setting.method),
+            "'partition'": str(setting.partition and setting.partition.spans),
+            **{f"'{name}'": described(x, flag) for name, x in zip("qkv", (q, k, v), strict=True)},
+            "captured values": ", ".join(f"{name} {worded(value, flag)}" for name, value in values),
+            "options": ", ".join(f"{name} {worded(value, flag)}" for name, value in options.items()),
+            "what the mask reads": mask_of(spec, head_dim, rows, captured).key,
+        }
+        return Given(said, Told(q.shape[2], self._seed_of(tensors), nanoseconds))
 
-    def _known(self, held: Held, said: Sequence[Told], tensors: tuple[Any, ...]) -> Known:
+    def _known_of(self, held: Held, said: Sequence[Told], tensors: tuple[Any, ...]) -> Known:
         """Raises what every rank finds wrong alike."""
-        spec, (q, k, v) = self._op.spec, tensors[:3]
+        spec, setting, (q, k, v) = self._op.spec, self._setting, tensors[:3]
         signature = self._op.signature
         head_dim, N = HeadDim(q.shape[3], v.shape[3]), sum(map(length, held))
         sizes = {
@@ -272,6 +240,21 @@ class Preparation:
         of_call = Sizes(q.shape[0], q.shape[1], k.shape[1], head_dim, q.element_size())
         needs = needs_of(mask, self._topology.of_keys(held))
         seconds = 1e-9 * max((each.nanoseconds for each in said), default=0)
-        choice = choice_of(self._method, self._topology, held, needs, mask, of_call, seconds, self._link)
-        pace = pace_of(spec, of_call, N, q.device, self._link)
+        choice = choice_of(setting.method, self._topology, held, needs, mask, of_call, seconds, setting.link)
+        pace = pace_of(spec, of_call, N, q.device, setting.link)
         return Known(held, needs, of_call, choice, pace)
+
+
+_Key = TypeVar("_Key")
+_Found = TypeVar("_Found")
+
+
+def _recalled(known: deque[tuple[_Key, _Found]], key: _Key | None, make: Callable[[], _Found]) -> _Found:
+    """What is known under a key, else what is made, which is then known; of None nothing is."""
+    if key is None:
+        return make()
+    for at, found in known:
+        if at == key:
+            return found
+    known.appendleft((key, made := make()))
+    return made

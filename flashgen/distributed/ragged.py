@@ -20,7 +20,7 @@ from flashgen.distributed.needs import Held, needs_of
 from flashgen.distributed.partial import Partial, Where
 from flashgen.distributed.ring import Walk
 from flashgen.distributed.rounds import rounds_of
-from flashgen.distributed.ulysses import Swap
+from flashgen.distributed.ulysses import Attend
 from flashgen.distributed.whole import attend_whole
 from flashgen.ir.expr import Symbol, SymbolKind, walk
 from flashgen.ir.spec import AttentionSpec, HeadDim
@@ -133,7 +133,7 @@ def attend_pieces(
         where = Where(0, 0, each.number, 0, N, N, batch, heads)
         own = (torch.cat([x[:, :, rows] for rows in each.rows], 2) for x in (q, k, v))
         keeps = at_once or needs.are_few(each.held)
-        walk = Walk(partial, each.held[rank], rounds, group, where, repeatable, keeps=keeps)
+        walk = Walk(partial, rounds, group, where, repeatable, keeps)
         found.append(walk.attend((*own, *rest)))
     if not found:
         # Gradients are zero, but there: other ranks wait for those of what is captured.
@@ -144,18 +144,13 @@ def attend_pieces(
     return torch.cat([o for o, _ in found], 2), torch.cat(sums, 2) if sums else None
 
 
-def attend_heads(
-    op: AttentionOp, swap: Swap, tensors: Sequence[Any], cu_seqlens: Tensor, *, has_lse: bool, repeatable: bool
-) -> tuple[Tensor, Tensor | None]:
-    """The same, where heads change places: one ragged call for each of the rank's shares of heads."""
-    heads = tensors[0].shape[1]
-    q, k, v = (x[0].transpose(0, 1) for x in swap.there(*tensors[:3]))
-    own, starts = swap.shares[swap.rank], cu_seqlens.to(q.device, torch.int32)
-    found = []
-    for (low, high), (first, last) in own.calls:
-        part = (q[:, low:high], k[:, first:last], v[:, first:last], *tensors[3:], starts, starts)
-        offsets: Any = (0, own.heads[0] + low, None, heads, None, None)
-        found.append(attend_whole(op.engine_of(RAGGED), part, (offsets, repeatable)))
-    o = swap.home(torch.cat([rows for rows, _ in found], 1).transpose(0, 1)[None])
-    sums = [lse for _, lse in found if lse is not None and has_lse]
-    return o, swap.home(torch.cat(sums)[None, :, :, None])[..., 0] if sums else None
+def attends_heads(op: AttentionOp, cu_seqlens: Tensor, heads: int, repeatable: bool) -> Attend:
+    """The same of some heads of all rows, where heads change places: one ragged call."""
+
+    def attend(part: tuple[Any, ...], first: int) -> tuple[Tensor, Tensor | None]:
+        rows, starts = (x[0].transpose(0, 1) for x in part[:3]), cu_seqlens.to(part[0].device, torch.int32)
+        offsets: Any = (0, first, None, heads, None, None)
+        o, lse = attend_whole(op.engine_of(RAGGED), (*rows, *part[3:], starts, starts), (offsets, repeatable))
+        return o.transpose(0, 1)[None], None if lse is None else lse[None]
+
+    return attend

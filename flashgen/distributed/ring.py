@@ -8,14 +8,15 @@ it holds those of two rounds at a time, and a rank of a group of any size as muc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashgen.distributed.blocks import Span
+from flashgen.distributed.blocks import Span, moved
 from flashgen.distributed.exchange import Flight, Group, once, post
 from flashgen.distributed.partial import Closed, Partial, Rows, Where
 from flashgen.distributed.pieces import Keys, Pieces, RowForm, taken
@@ -28,16 +29,14 @@ from flashgen.op.layouts import layout_like
 from flashgen.op.plain import with_memory
 from flashgen.op.values import type_of_sums
 
+_rows = functools.partial(rows_at, dim=2)  # of [B, heads, n, …]
+
 
 @dataclass(frozen=True)
 class Walk:
-    """How a rank computes a call. ``own`` are the positions of its rows, ``where`` says its heads and batch.
-
-    ``keeps``: backward finds what forward got.
-    """
+    """How a rank computes a call. ``where`` says its heads and batch. ``keeps``: backward finds what forward got."""
 
     partial: Partial
-    own: tuple[Span, ...]
     plan: Rounds
     group: Group
     where: Where
@@ -49,17 +48,9 @@ class Walk:
         found: tuple[Tensor, Tensor | None] = _Attend.apply(self, *tensors)  # type: ignore[no-untyped-call]
         return found
 
-    def spans(self) -> Iterator[tuple[int, slice]]:
-        """The first position of each span of rows, and where these are."""
-        before = 0
-        for start, stop in self.own:
-            yield start, slice(before, before + stop - start)
-            before += stop - start
-
     def place(self, q_start: int, kv_start: int) -> Where:
         """Of a call of some rows and keys."""
-        at = self.where
-        return Where(q_start, kv_start, at.b_start, at.h_start, at.q_total, at.kv_total, at.b_total, at.h_total)
+        return self.where._replace(q_start=q_start, kv_start=kv_start)
 
 
 class _Forward:
@@ -92,7 +83,7 @@ class _Forward:
 
     def _compute(self, unit: Unit, k: Tensor, v: Tensor) -> None:
         partial, n, of = self.walk.partial, unit.segment, self.walk.plan.segments[unit.segment]
-        own = (_rows(self.tensors[0], unit.rows), _rows(k, unit.keys), _rows(v, unit.keys), *self.tensors[3:])
+        own = _operands(self.tensors, unit, k, v)
         where = self.walk.place(unit.q_start, unit.kv_start)
         if of.is_whole:
             partial.whole(_closed_at(self.closed, unit.rows), own, where)
@@ -101,7 +92,7 @@ class _Forward:
         else:
             if n not in self._seen:
                 self._seen[n] = partial.begin(_rows(self.tensors[0], of.rows), v)
-            partial.add_to(self._seen[n], slice(*_within(of.rows, unit.rows)), own, where)
+            partial.add_to(self._seen[n], slice(*moved(unit.rows, -of.rows[0])), own, where)
 
     def _close(self) -> None:
         """What was computed in parts, or sees no key."""
@@ -161,12 +152,8 @@ class _Attend(torch.autograd.Function):
         return None, *found
 
 
-@dataclass(frozen=True)
-class Going:
-    """Gradients of keys on their way home, and those that come: of which own rows, [m, width]."""
-
-    flight: Flight
-    parts: tuple[tuple[Which, Tensor], ...]
+# Gradients of keys on their way home, and those that come: of which own rows, [m, width].
+Going = tuple[Flight, tuple[tuple[Which, Tensor], ...]]
 
 
 class _Backward:
@@ -239,7 +226,7 @@ class _Backward:
         walk, partial, of = self.walk, self.walk.partial, self.walk.plan.segments[unit.segment]
         d_o, d_lse = self.arriving
         d_o, d_lse = _rows(d_o, unit.rows), None if d_lse is None else _rows(d_lse, unit.rows)
-        own = (_rows(self.tensors[0], unit.rows), _rows(k, unit.keys), _rows(v, unit.keys), *self.tensors[3:])
+        own = _operands(self.tensors, unit, k, v)
         where, closed = walk.place(unit.q_start, unit.kv_start), _closed_at(self.closed, unit.rows)
         if of.is_whole:
             both, keys = self.form.empty_both(unit.keys[1] - unit.keys[0], self.wide, k.device)
@@ -254,7 +241,7 @@ class _Backward:
         found = partial.gradients(d_o, d_lse, (wide_o, lse, parts), own, where, self.needs, walk.deterministic)
         d_q, d_k, d_v = (x.to(self.wide) for x in found[:3])
         total = self._d_q_parts.setdefault(unit.segment, Total(of.rows[1] - of.rows[0]))
-        total.add(_within(of.rows, unit.rows), (d_q,))
+        total.add(moved(unit.rows, -of.rows[0]), (d_q,))
         return (d_k, d_v), found[3:]
 
     def _add_foreign(self, rows: Tensor | None, each: Round, unit: Unit, both: Parts) -> Tensor:
@@ -275,26 +262,18 @@ class _Backward:
         rows = foreign
         if rows is None:
             rows = self.tensors[1].new_zeros((each.foreign, self.form.width), dtype=self.wide)
-        sent = [(x.rank, taken(rows, x.foreign)) for x in each.received]
-        parts = tuple((x.own, rows.new_empty((_count(x.own), self.form.width))) for x in each.sent)
+        sent = [(x.rank, taken(rows, x.gradients)) for x in each.received]
+        parts = tuple((x.gradients, rows.new_empty((x.count, self.form.width))) for x in each.sent)
         coming = [(x.rank, part) for x, (_, part) in zip(each.sent, parts, strict=True)]
-        return Going(post(sent, coming, self.walk.group, f"gradients of round {number}"), parts)
+        return post(sent, coming, self.walk.group, f"gradients of round {number}"), parts
 
     def _come_home(self, going: Going | None) -> None:
         if going is None:
             return
-        going.flight.wait()
-        for which, rows in going.parts:
+        flight, parts = going
+        flight.wait()
+        for which, rows in parts:
             self._d_keys.add(which, self.form.both(rows, (0, rows.shape[0])))
-
-
-def _sinks(walk: Walk, q: Tensor, v: Tensor, captured: dict[str, Tensor | None], some: Tensor | None = None) -> Tensor:
-    """[B, H, n]; differentiable where ``some`` says which rows have a finite lse."""
-    parts = [
-        walk.partial.sink(q[:, :, at], v, captured, walk.place(start, 0), None if some is None else some[:, :, at])
-        for start, at in walk.spans()
-    ]
-    return torch.cat(parts, 2) if parts else q.new_zeros(q.shape[:3], dtype=type_of_sums(q.dtype))
 
 
 def _add_gradients_of_sinks(
@@ -308,13 +287,18 @@ def _add_gradients_of_sinks(
     """Of a sink z: -exp(z - lse) (rowsum(dO ∘ O) - d(lse)); those of what it reads are added to ``found``."""
     (d_o, d_lse), (o, lse, _) = arriving, closed
     assert lse is not None
-    rest = list(tensors[3:])
+    rest, (q, _, v) = list(tensors[3:]), tensors[:3]
     # Wide, as autograd would round their gradients to the types that they have.
     leaves = {n: tensors[n].detach().to(type_of_sums(tensors[n].dtype)).requires_grad_() for n in learned}
     for n, leaf in leaves.items():
         rest[n - 3] = leaf
+    captured, some = walk.partial.captured(rest), lse != -torch.inf
     with torch.enable_grad():
-        sink = _sinks(walk, tensors[0], tensors[2], walk.partial.captured(rest), lse != -torch.inf)
+        sinks = [
+            walk.partial.sink(_rows(q, of.rows), v, captured, walk.place(of.q_start, 0), _rows(some, of.rows))
+            for of in walk.plan.segments
+        ]
+        sink = torch.cat(sinks, 2) if sinks else lse
     if not sink.requires_grad:
         return
     delta = (d_o * o).sum(-1)
@@ -331,21 +315,12 @@ def _add_gradients_of_sinks(
             found[n] = gradient if before is None else before + gradient.to(before.dtype)
 
 
-def _rows(x: Tensor, at: Span) -> Tensor:
-    """Some rows of [B, heads, n, …]; a view, or all."""
-    return x if at[0] == 0 and at[1] == x.shape[2] else x.narrow(2, at[0], at[1] - at[0])
+def _operands(tensors: Tensors, unit: Unit, k: Tensor, v: Tensor) -> Tensors:
+    """The operator's tensors of one call, over keys of its round."""
+    return (_rows(tensors[0], unit.rows), _rows(k, unit.keys), _rows(v, unit.keys), *tensors[3:])
 
 
 def _closed_at(closed: Closed, rows: Span) -> Closed:
     """o, lse and its parts of some rows."""
     o, lse, parts = closed
     return _rows(o, rows), None if lse is None else _rows(lse, rows), None if parts is None else _rows(parts, rows)
-
-
-def _within(segment: Span, rows: Span) -> Span:
-    """The same rows, counted from the first of a segment."""
-    return rows[0] - segment[0], rows[1] - segment[0]
-
-
-def _count(which: Which) -> int:
-    return len(which) if isinstance(which, Tensor) else which[1] - which[0]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from flashgen.distributed.blocks import Span
+from flashgen.distributed.blocks import Span, moved
 from flashgen.distributed.needs import Held, Needs, joined, length
 from flashgen.distributed.segments import Pace, Segment, Wanted, overlaps, segments_of
 
@@ -46,22 +46,22 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What goes to a rank: rows of ``Rounds.packed``, which are these ``own`` rows of this rank."""
+class Message:
+    """``count`` rows of keys that go to a rank, or come from it, and whose gradients take the way back.
 
-    rank: int
-    packed: Which
-    own: Which
-
-
-@dataclass(frozen=True)
-class Received:
-    """What comes from a rank: how many rows, and where they lie among the round's keys, and its ``foreign`` ones."""
+    ``keys`` are those of ``Rounds.packed`` that go, or of the round's keys that come; ``gradients`` of the rank's own
+    rows, or of the round's ``foreign`` ones.
+    """
 
     rank: int
     count: int
     keys: Which
-    foreign: Which
+    gradients: Which
+
+    def to(self, device: torch.device) -> Message:
+        """The same with numbers of rows on a device."""
+        keys, gradients = (x.to(device) if isinstance(x, Tensor) else x for x in (self.keys, self.gradients))
+        return replace(self, keys=keys, gradients=gradients)
 
 
 @dataclass(frozen=True)
@@ -73,16 +73,10 @@ class Round:
 
     keys: int
     units: tuple[Unit, ...]
-    sent: tuple[Sent, ...] = ()
-    received: tuple[Received, ...] = ()
+    sent: tuple[Message, ...] = ()
+    received: tuple[Message, ...] = ()
     own: tuple[tuple[Span, Span], ...] = ()
     foreign: int = 0
-
-    def to(self, device: torch.device) -> Round:
-        """The same with numbers of rows on a device."""
-        sent = tuple(replace(x, packed=_to(x.packed, device), own=_to(x.own, device)) for x in self.sent)
-        received = tuple(replace(x, keys=_to(x.keys, device), foreign=_to(x.foreign, device)) for x in self.received)
-        return replace(self, sent=sent, received=received)
 
 
 @dataclass(frozen=True)
@@ -111,9 +105,9 @@ class _Rows:
         first = self._firsts[n] + span[0] - self.spans[n][0]
         return first, first + span[1] - span[0]
 
-    def which(self, spans: Sequence[Span]) -> Tensor:
-        """The numbers of the rows of some spans."""
-        return torch.cat([torch.arange(*self.at(span)) for span in spans])
+    def which(self, spans: Sequence[Span]) -> Which:
+        """The rows of some spans."""
+        return self.at(spans[0]) if len(spans) == 1 else torch.cat([torch.arange(*self.at(span)) for span in spans])
 
 
 @functools.lru_cache(maxsize=64)
@@ -139,20 +133,12 @@ def rounds_of(
         each = Round(
             keys.count,
             tuple(_units(wanted, number, keys, own, foreign, beside)),
-            tuple(
-                Sent(to, packed=_which(packed, spans), own=_which(own, spans))
-                for to in receivers
-                for spans in _messages(needs.keys[to][rank])
-            ),
-            tuple(
-                Received(source, length(spans), keys=_which(keys, spans), foreign=_which(foreign, spans))
-                for source in sources
-                for spans in _messages(needs.keys[rank][source])
-            ),
+            tuple(x.to(device) for to in receivers for x in _messages(to, needs.keys[to][rank], packed, own)),
+            tuple(x.to(device) for of in sources for x in _messages(of, needs.keys[rank][of], keys, foreign)),
             tuple((own.at(span), keys.at(span)) for span in beside),
             foreign.count,
         )
-        rounds.append(each.to(device))
+        rounds.append(each)
     counts = Counter(unit.segment for each in rounds for unit in each.units)
     segments = tuple(Segment(each.rows, each.q_start, counts[n] == 1) for n, each in enumerate(wanted))
     pack = tuple((own.at(span), packed.at(span)) for span in by_others)
@@ -174,37 +160,24 @@ def _units(
                 offset = each.rows[0] - each.q_start
                 yield Unit(
                     n,
-                    (rows[0] + offset, rows[1] + offset),
+                    moved(rows, offset),
                     rows[0],
                     keys.at(span),
                     span[0],
-                    tuple((_from(span[0], part), own.at(part)) for part in overlaps(beside, (span,))),
-                    tuple((_from(span[0], part), foreign.at(part)) for part in overlaps(foreign.spans, (span,))),
+                    tuple((moved(part, -span[0]), own.at(part)) for part in overlaps(beside, (span,))),
+                    tuple((moved(part, -span[0]), foreign.at(part)) for part in overlaps(foreign.spans, (span,))),
                 )
 
 
 def _of_whole_segments(each: Round, segments: Sequence[Segment]) -> Round:
     """The same: a call that computes a segment whole writes all of its rows, those that see nothing as well."""
-    units = (
-        replace(unit, rows=of.rows, q_start=of.q_start) if of.is_whole else unit
-        for unit in each.units
-        for of in (segments[unit.segment],)
+    pairs = ((unit, segments[unit.segment]) for unit in each.units)
+    return replace(
+        each, units=tuple(replace(x, rows=of.rows, q_start=of.q_start) if of.is_whole else x for x, of in pairs)
     )
-    return replace(each, units=tuple(units))
 
 
-def _from(first: int, span: Span) -> Span:
-    return span[0] - first, span[1] - first
-
-
-def _messages(spans: Sequence[Span]) -> Sequence[Sequence[Span]]:
+def _messages(rank: int, spans: Sequence[Span], keys: _Rows, gradients: _Rows) -> Iterator[Message]:
     """What a rank sends another in a round, known to both: each run as it lies, or all of many at once."""
-    return [(span,) for span in spans] if len(spans) <= _MOST_RUNS else [spans]
-
-
-def _which(rows: _Rows, spans: Sequence[Span]) -> Which:
-    return rows.at(spans[0]) if len(spans) == 1 else rows.which(spans)
-
-
-def _to(which: Which, device: torch.device) -> Which:
-    return which.to(device) if isinstance(which, Tensor) else which
+    for each in [(span,) for span in spans] if len(spans) <= _MOST_RUNS else [spans]:
+        yield Message(rank, length(each), keys.which(each), gradients.which(each))

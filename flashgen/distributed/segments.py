@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flashgen.distributed.blocks import Span
+from flashgen.distributed.blocks import Span, moved
 from flashgen.distributed.needs import Held, Needs, Sight, joined, length
 
 _MOST_GROUPS = 4  # of a span whose keys come in several rounds; each costs a launch
@@ -89,8 +89,7 @@ def _of_sight(sight: Sight, offset: int, coming: Mapping[int, Sequence[Span]]) -
     foreign = {number: length(overlaps(sight.keys, spans)) for number, spans in coming.items()}
     late, keys = tuple(number for number, count in foreign.items() if count), length(sight.keys)
     own = sight.pairs * (1 - sum(foreign.values()) / keys) if keys else 0.0
-    start, stop = sight.queries
-    return Wanted((start + offset, stop + offset), start, (sight,), late, len(late) == 1, sight.pairs, own)
+    return Wanted(moved(sight.queries, offset), sight.queries[0], (sight,), late, len(late) == 1, sight.pairs, own)
 
 
 def _grouped(parts: Sequence[Wanted]) -> list[Wanted]:

@@ -73,16 +73,14 @@ def topology_of(mesh: object, method: str | Sequence[str]) -> Topology:
     if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:
         raise ValueError(f"this rank ({dist.get_rank()}) is none of the mesh's: only its ranks make the call")
     check_member(mesh)
-    if isinstance(method, str):
-        _check(method)
+    is_one: bool = isinstance(method, str) or not isinstance(method, Sequence)
+    methods: tuple[Any, ...] = (method,) if is_one else tuple(method)
+    for each in methods:
+        if each not in METHODS:
+            raise ValueError(f"unknown method {each!r}; known are {', '.join(map(repr, METHODS))}")
+    if is_one:
         group = _one(mesh)
         return Topology(group, group, group, (dist.get_world_size(group),), None, (group,))
-    given: object = method
-    if not isinstance(given, Sequence):
-        _check(given)
-    methods = tuple(method)
-    for each in methods:
-        _check(each)
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != len(methods):
         what = f"a DeviceMesh of {mesh.ndim} dimensions" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
         raise ValueError(
@@ -100,11 +98,6 @@ def topology_of(mesh: object, method: str | Sequence[str]) -> Topology:
     flat: Any = mesh._flatten()
     whole = flat.get_group()
     return Topology(whole, groups[1 - heads_axis], groups[heads_axis], tuple(mesh.shape), heads_axis, tuple(groups))
-
-
-def _check(method: object) -> None:
-    if method not in METHODS:
-        raise ValueError(f"unknown method {method!r}; known are {', '.join(map(repr, METHODS))}")
 
 
 def _one(mesh: object) -> Group:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -17,12 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flashgen.analysis.selection import lowered
 from flashgen.distributed.blocks import Span
-from flashgen.distributed.exchange import Group, all_to_all, of_first_order
+from flashgen.distributed.exchange import Group, all_to_all, once
 from flashgen.distributed.needs import Held
-from flashgen.ir.expr import Symbol, SymbolKind, walk
 from flashgen.ir.spec import AttentionSpec
+from flashgen.op.checks import reads_key_heads
 
 
 @dataclass(frozen=True)
@@ -73,20 +72,9 @@ def no_heads(spec: AttentionSpec, heads: int, kv_heads: int, world: int) -> str:
         for share in shares_of(heads, kv_heads, world)
         for (start, stop), (first, last) in share.calls
     )
-    if splits and _reads_kv_heads(spec):
+    if splits and reads_key_heads(spec):
         return f"'{spec.name}' reads hkv or Hkv, and {world} ranks would share {kv_heads} key/value heads"
     return ""
-
-
-def _reads_kv_heads(spec: AttentionSpec) -> bool:
-    spec = lowered(spec)
-    parts = [spec.scale, spec.score, spec.mask, spec.weights.expression, spec.dropout]
-    parts += [spec.layout.keep] if spec.layout is not None else []
-    parts += [each.default for each in spec.params]
-    parts += [each for tensor in spec.tensors for each in tensor.shape]
-    known = [part for part in parts if part is not None]
-    names = {SymbolKind.INDEX: "hkv", SymbolKind.SIZE: "Hkv"}
-    return any(isinstance(node, Symbol) and names.get(node.kind) == node.name for node in walk(*known))
 
 
 @dataclass(frozen=True)
@@ -117,19 +105,17 @@ class Swap:
         found: Tensor = _Home.apply(self, x)  # type: ignore[no-untyped-call]
         return found
 
-    def rows_of(self, x: Tensor, rank: int) -> Iterator[tuple[Tensor, slice]]:
-        """The rows of ``x`` [B, heads, N, width] that a rank holds, span by span, and where they lie among its own."""
-        before = 0
-        for span in self.held[rank]:
-            first, count = self._places[span], span[1] - span[0]
-            yield x[:, :, first : first + count], slice(before, before + count)
-            before += count
-
     @functools.cached_property
-    def _places(self) -> Mapping[Span, int]:
-        """How many of all these rows come before a span."""
+    def places(self) -> Sequence[Sequence[tuple[slice, slice]]]:
+        """Of each rank where its rows lie among all, span by span, and where they lie among its own."""
         spans = sorted(span for own in self.held for span in own)
-        return dict(zip(spans, accumulate((stop - start for start, stop in spans), initial=0), strict=False))
+        firsts = dict(zip(spans, accumulate((stop - start for start, stop in spans), initial=0), strict=False))
+        found = []
+        for own in self.held:
+            ends = accumulate((stop - start for start, stop in own), initial=0)
+            runs = zip(own, pairwise(ends), strict=True)
+            found.append([(slice(firsts[x], firsts[x] + x[1] - x[0]), slice(*at)) for x, at in runs])
+        return found
 
     @property
     def total(self) -> int:
@@ -141,36 +127,35 @@ class Swap:
         return [share.heads if x == 0 else share.kv_heads for share in self.shares]
 
 
+# Attends with some heads of all rows, of which the first is the one of this number.
+Attend = Callable[[tuple[Any, ...], int], tuple[Tensor, Tensor | None]]
+
+
+def attend_swapped(swap: Swap, tensors: Sequence[Any], has_lse: bool, attend: Attend) -> tuple[Tensor, Tensor | None]:
+    """o and lse of this rank's rows, where ``attend`` computes its heads; ``tensors`` are the operator's."""
+    q, k, v = swap.there(*tensors[:3])
+    own = swap.shares[swap.rank]
+    found = [
+        attend((q[:, slice(*of_q)], k[:, slice(*of_kv)], v[:, slice(*of_kv)], *tensors[3:]), own.heads[0] + of_q[0])
+        for of_q, of_kv in own.calls
+    ]
+    o = swap.home(torch.cat([o for o, _ in found], 1))
+    sums = [lse for _, lse in found if lse is not None and has_lse]
+    return o, swap.home(torch.cat(sums, 1)[..., None])[..., 0] if sums else None
+
+
 class _There(torch.autograd.Function):
     """All three in one exchange. Gradients of heads that several ranks had are added in float32, by rank."""
 
     @staticmethod
     def forward(ctx: Any, swap: Swap, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.swap, ctx.shapes = swap, [x.shape for x in tensors]
-        parts = [[x[:, slice(*swap.heads(n)[rank])] for n, x in enumerate(tensors)] for rank in range(len(swap.held))]
-        found = tuple(tensors[0].new_empty(shape) for shape in _whole_shapes(ctx.shapes, swap))
-        flat = _exchanged(
-            [part for of_rank in parts for part in of_rank], _counts(parts), _sizes(found, swap), swap.group
-        )
-        _to_places(flat, found, swap)
-        return found
+        ctx.swap, ctx.heads = swap, [x.shape[1] for x in tensors]
+        return _to_heads(swap, tensors)
 
     @staticmethod
+    @once
     def backward(ctx: Any, *gradients: Any) -> Any:
-        swap: Swap = ctx.swap
-        gradients = tuple(of_first_order(gradients))
-        ranks = range(len(swap.held))
-        pieces = [
-            [(shape[0], high - low, *shape[2:]) for shape, (low, high) in _heads_of(ctx.shapes, swap, rank)]
-            for rank in ranks
-        ]
-        flat = _from_places(gradients, swap)
-        counts = [sum(map(_count, of_rank)) for of_rank in pieces]
-        flat = all_to_all(flat[:, None], _sizes(gradients, swap), counts, swap.group)[:, 0]
-        of_ranks = [_split(part, shapes) for part, shapes in zip(torch.split(flat, counts), pieces, strict=True)]
-        return None, *(
-            _added(shape, swap.heads(n), [each[n] for each in of_ranks]) for n, shape in enumerate(ctx.shapes)
-        )
+        return None, *_to_rows(ctx.swap, gradients, ctx.heads)
 
 
 class _Home(torch.autograd.Function):
@@ -179,45 +164,48 @@ class _Home(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, swap: Swap, x: Tensor) -> Tensor:
         ctx.swap = swap
-        n, batch, width = swap.lengths[swap.rank], x.shape[0], x.shape[3]
-        spans = swap.heads(0)
-        counts = [batch * (high - low) * n * width for low, high in spans]
-        flat = all_to_all(_from_places((x,), swap)[:, None], _sizes((x,), swap), counts, swap.group)[:, 0]
-        parts = torch.split(flat, counts)
-        return torch.cat(
-            [part.reshape(batch, high - low, n, width) for part, (low, high) in zip(parts, spans, strict=True)], 1
-        )
+        return _to_rows(swap, (x,), [swap.heads(0)[-1][1]])[0]
 
     @staticmethod
+    @once
     def backward(ctx: Any, *gradients: Any) -> Any:
-        swap: Swap = ctx.swap
-        (d,) = of_first_order(gradients)
-        low, high = swap.heads(0)[swap.rank]
-        parts = [[d[:, slice(*span)]] for span in swap.heads(0)]
-        counts = [d.shape[0] * (high - low) * n * d.shape[3] for n in swap.lengths]
-        flat = _exchanged([part for (part,) in parts], _counts(parts), counts, swap.group)
-        found = flat.new_empty((d.shape[0], high - low, swap.total, d.shape[3]))
-        _to_places(flat, (found,), swap)
-        return None, found
+        return None, *_to_heads(ctx.swap, gradients)
 
 
-def _heads_of(shapes: Sequence[torch.Size], swap: Swap, rank: int) -> list[tuple[torch.Size, Span]]:
-    return [(shape, swap.heads(n)[rank]) for n, shape in enumerate(shapes)]
+def _to_heads(swap: Swap, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Of this rank's rows of q, k and v, or of what only queries have, all rows of its heads."""
+    ranks = range(len(swap.held))
+    parts = [[x[:, slice(*swap.heads(n)[rank])] for n, x in enumerate(tensors)] for rank in ranks]
+    found = tuple(
+        x.new_empty((x.shape[0], swap.shares[swap.rank].counts[n], swap.total, x.shape[3]))
+        for n, x in enumerate(tensors)
+    )
+    flat = torch.cat([part.reshape(-1) for of_rank in parts for part in of_rank])[:, None]
+    sent = [sum(part.numel() for part in of_rank) for of_rank in parts]
+    flat = all_to_all(flat, sent, _sizes(found, swap), swap.group)[:, 0]
+    for x, rows, places in _by_rank(flat, found, swap):
+        for at, own in places:
+            x[:, :, at] = rows[:, :, own]
+    return found
 
 
-def _whole_shapes(shapes: Sequence[torch.Size], swap: Swap) -> list[tuple[int, ...]]:
-    """Of own heads and all rows."""
-    own = swap.shares[swap.rank].counts
-    return [(shape[0], count, swap.total, shape[3]) for shape, count in zip(shapes, own, strict=True)]
-
-
-def _count(shape: Sequence[int]) -> int:
-    return math.prod(shape)
-
-
-def _counts(parts: Sequence[Sequence[Tensor]]) -> list[int]:
-    """Elements for each rank."""
-    return [sum(part.numel() for part in of_rank) for of_rank in parts]
+def _to_rows(swap: Swap, tensors: Sequence[Tensor], heads: Sequence[int]) -> tuple[Tensor, ...]:
+    """The reverse: this rank's rows of all ``heads``."""
+    flat = tensors[0].new_empty(sum(_sizes(tensors, swap)))
+    for x, rows, places in _by_rank(flat, tensors, swap):
+        for at, own in places:
+            rows[:, :, own] = x[:, :, at]
+    shapes = [
+        [
+            (x.shape[0], high - low, swap.lengths[swap.rank], x.shape[3])
+            for x, (low, high) in zip(tensors, spans, strict=True)
+        ]
+        for spans in zip(*(swap.heads(n) for n in range(len(tensors))), strict=True)
+    ]
+    counts = [sum(map(math.prod, of_rank)) for of_rank in shapes]
+    flat = all_to_all(flat[:, None], _sizes(tensors, swap), counts, swap.group)[:, 0]
+    of_ranks = [_split(part, own) for part, own in zip(torch.split(flat, counts), shapes, strict=True)]
+    return tuple(_added(count, swap.heads(n), [each[n] for each in of_ranks]) for n, count in enumerate(heads))
 
 
 def _sizes(tensors: Sequence[Tensor], swap: Swap) -> list[int]:
@@ -227,46 +215,27 @@ def _sizes(tensors: Sequence[Tensor], swap: Swap) -> list[int]:
 
 def _split(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """Tensors that lie one behind the other; views."""
-    parts = torch.split(flat, [_count(shape) for shape in shapes])
+    parts = torch.split(flat, [math.prod(shape) for shape in shapes])
     return [part.reshape(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _by_rank(flat: Tensor, tensors: Sequence[Tensor], swap: Swap) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Each rank, each tensor, and the rank's rows of it as they lie in ``flat``: rank by rank; views."""
+def _by_rank(
+    flat: Tensor, tensors: Sequence[Tensor], swap: Swap
+) -> Iterator[tuple[Tensor, Tensor, Sequence[tuple[slice, slice]]]]:
+    """Of each rank each tensor, the rank's rows of it as they lie in ``flat``, a view, and where these belong."""
     for rank, part in enumerate(torch.split(flat, _sizes(tensors, swap))):
         shapes = [(*x.shape[:2], swap.lengths[rank], x.shape[3]) for x in tensors]
         for x, rows in zip(tensors, _split(part, shapes), strict=True):
-            yield rank, x, rows
+            yield x, rows, swap.places[rank]
 
 
-def _to_places(flat: Tensor, tensors: Sequence[Tensor], swap: Swap) -> None:
-    """Rows of each rank, one behind the other, to where they belong among all."""
-    for rank, x, rows in _by_rank(flat, tensors, swap):
-        for place, own in swap.rows_of(x, rank):
-            place.copy_(rows[:, :, own])
-
-
-def _from_places(tensors: Sequence[Tensor], swap: Swap) -> Tensor:
-    """The reverse."""
-    flat = tensors[0].new_empty(sum(_sizes(tensors, swap)))
-    for rank, x, rows in _by_rank(flat, tensors, swap):
-        for place, own in swap.rows_of(x, rank):
-            rows[:, :, own] = place
-    return flat
-
-
-def _added(shape: torch.Size, spans: Sequence[Span], parts: Sequence[Tensor]) -> Tensor:
+def _added(heads: int, spans: Sequence[Span], parts: Sequence[Tensor]) -> Tensor:
     """Heads of all ranks as one tensor; those that several ranks had are added in float32 at least, by rank."""
-    dtype = parts[0].dtype
-    if sum(high - low for low, high in spans) == shape[1]:
+    if sum(high - low for low, high in spans) == heads:
         return torch.cat(list(parts), 1)
-    total = parts[0].new_zeros(shape, dtype=torch.promote_types(dtype, torch.float32))
+    batch, _, *rest = parts[0].shape
+    dtype = parts[0].dtype
+    total = parts[0].new_zeros((batch, heads, *rest), dtype=torch.promote_types(dtype, torch.float32))
     for part, (low, high) in zip(parts, spans, strict=True):
         total[:, low:high] += part
     return total.to(dtype)
-
-
-def _exchanged(parts: Sequence[Tensor], sent: Sequence[int], counts: Sequence[int], group: Group) -> Tensor:
-    """What each rank sent of elements, one behind the other; ``parts`` are those for each rank, ``sent`` how many."""
-    flat = torch.cat([part.reshape(-1) for part in parts])[:, None]
-    return all_to_all(flat, sent, counts, group)[:, 0]

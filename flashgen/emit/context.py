@@ -83,6 +83,33 @@ def moved_inputs(variant: Variant, c_type: str, inputs: str) -> str:
     return f"{inputs}, {c_type} t_dot{norms}"
 
 
+def pair_terms(
+    variant: Variant, gradient: CapturedGradient, label: str, hook: AddHook, c_type: str, pair: str, moved: str
+) -> str | None:
+    """What a pair adds to a captured gradient, over functions that this places; None: it arrives through the sink.
+
+    ``pair``: what functions of a pair take first; ``moved``: what those of a score's tangent declare behind it.
+    """
+    parts, read = [], text(gradient.read)
+    if gradient.from_score is not None:
+        name = f"score_by_{label}"
+        hook(name, gradient.from_score, comment=f"∂score/∂{read}")
+        parts.append(by_score(variant) % f"{name}(INPUTS)")
+    if gradient.from_score_tangent is not None:
+        name = f"score_tangent_by_{label}"
+        hook(name, gradient.from_score_tangent, moved, f"∂tS/∂{read}")
+        parts.append(by_score(variant, "d_t_score") % f"{name}(MOVED)")
+    if gradient.from_weight is not None:
+        name = f"weight_by_{label}"
+        hook(name, gradient.from_weight, f", {c_type} s", f"∂weight/∂{read}")
+        parts.append(f"d_weight * {name}({pair}, safe)")
+    if gradient.from_weight_tangent is not None:
+        name = f"weight_tangent_by_{label}"
+        hook(name, gradient.from_weight_tangent, f", {c_type} s, {c_type} t_s", f"∂(t weight)/∂{read}")
+        parts.append(by_score(variant, "d_t_weight") % f"{name}({pair}, safe, t_e)")
+    return " + ".join(parts) or None
+
+
 @dataclass(frozen=True)
 class Observed:
     """An element that the mask reads, whose range over a tile the kernel observes."""

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from flashgen.flash.options import ByName, Sizes, ask, check_names, check_rows, has_rows, unpacked, with_second_query
+from flashgen.flash.options import ByName, ask, check_names, sizes_of, unpacked, with_options_of, with_second_query
 
 _FORMS = {"q": "[B, Nq, H, D]", "k": "[B, Nk, Hkv, D]", "v": "[B, Nk, Hkv, Dv]"}
 
@@ -48,7 +48,7 @@ def flash_attn_func(
     Raises ``ValueError`` and ``TypeError`` by name for arguments that do not fit.
     """
     given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    sizes = _sizes(q, k, v)
+    sizes = sizes_of(_FORMS, q, k, v)
     factors = {}
     if by_name:
         check_names("flash_attn_func", by_name, ByName)
@@ -66,58 +66,18 @@ def flash_attn_func(
         **factors,
         **asked.captured,
     )
-    return asked.results(found, _turned)
+    return asked.results(found, lambda o: o.transpose(1, 2))
 
 
-def flash_attn_qkvpacked_func(
-    qkv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Any = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **by_name: Unpack[ByName],
-) -> Any:
+@with_options_of(flash_attn_func)
+def flash_attn_qkvpacked_func(qkv: Tensor, *options: Any, **by_name: Any) -> Any:
     """``flash_attn_func`` of one tensor ``qkv`` [B, N, 3, H, D], which holds q, k and v."""
     q, k, v = unpacked("qkv", qkv, "[B, N, 3, H, D]")
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(q, k, v, *given, **by_name)
+    return flash_attn_func(q, k, v, *options, **by_name)
 
 
-def flash_attn_kvpacked_func(
-    q: Tensor,
-    kv: Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Any = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **by_name: Unpack[ByName],
-) -> Any:
+@with_options_of(flash_attn_func)
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options: Any, **by_name: Any) -> Any:
     """``flash_attn_func`` of ``q`` [B, Nq, H, D] and one tensor ``kv`` [B, Nk, 2, Hkv, D], which holds k and v."""
     k, v = unpacked("kv", kv, "[B, Nk, 2, Hkv, D]")
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(q, k, v, *given, **by_name)
-
-
-def _sizes(q: Tensor, k: Tensor, v: Tensor) -> Sizes:
-    """Raises where tensors do not fit, in terms of FlashAttention's layout; the rest is checked by the op."""
-    if not has_rows(4, q, k, v):
-        check_rows({name: (x, form) for (name, form), x in zip(_FORMS.items(), (q, k, v), strict=True)})
-    (batch, _, heads, width), (k_batch, k_rows, kv_heads, k_width), v_sizes = q.shape, k.shape, v.shape
-    if k_batch != batch or k_width != width or v_sizes[:3] != (k_batch, k_rows, kv_heads):
-        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in (("q", q), ("k", k), ("v", v)))
-        raise ValueError(f"{shapes}: expected {', '.join(' '.join(each) for each in _FORMS.items())}")
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"'q' has {heads} heads and 'k' has {kv_heads}; H must be a multiple of Hkv")
-    return Sizes(batch, heads, width, v_sizes[3])
-
-
-def _turned(x: Tensor) -> Tensor:
-    return x.transpose(1, 2)
+    return flash_attn_func(q, k, v, *options, **by_name)

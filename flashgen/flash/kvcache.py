@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from flashgen.flash.options import (
-    Asked,
     OfAll,
     Positional,
     Sizes,
@@ -23,7 +22,7 @@ from flashgen.flash.options import (
     check_names,
     check_rows,
     either,
-    has_rows,
+    sizes_of,
     with_second_query,
 )
 from flashgen.flash.rotary import rotated
@@ -139,7 +138,12 @@ def flash_attn_with_kvcache(
     has_lse = return_softmax_lse or asked.has_lse
     if q.shape[0] and _has_short_sequences(cache_seqlens, 0 if k is None else k.shape[1], q.shape[1]):
         cache_seqlens, k, v = _appended((q, k_cache, v_cache), (k, v), cache_seqlens, places)
-        found = _of_each(rows, cache_seqlens, places, asked, has_lse=has_lse)
+        (batch, count), device = q.shape[:2], q.device
+        own = {name: x for name, x in by_name.items() if name not in ("qv", "q_descale")}
+        own |= {"cu_seqlens_q": torch.arange(batch + 1, dtype=torch.int32, device=device) * count, "return_lse": True}
+        o, lse = _of_ragged_queries(q.flatten(0, 1), k_cache, v_cache, cache_seqlens, places, given, own)
+        o, lse = o.unflatten(0, (batch, count)).transpose(1, 2), lse.unflatten(1, (batch, count)).transpose(0, 1)
+        found: Any = (o, lse) if has_lse else o
     else:
         new = {} if k is None or v is None else {"k": k.transpose(1, 2), "v": v.transpose(1, 2)}
         found = asked.op.decode(
@@ -163,27 +167,6 @@ def _appended(
     q, k_cache, v_cache = (x.transpose(1, 2) for x in rows)
     cache = cache_of(q, k_cache, v_cache, cache_seqlens, **places)
     return append(cache, k_cache, v_cache, k.transpose(1, 2), v.transpose(1, 2)).lengths, None, None
-
-
-def _of_each(
-    rows: tuple[Tensor, Tensor, Tensor],
-    cache_seqlens: int | Tensor,
-    places: Mapping[str, Any],
-    asked: Asked,
-    *,
-    has_lse: bool,
-) -> Any:
-    """o, or o and lse, by dense calls of each sequence."""
-    q, k_cache, v_cache = rows
-    cache = cache_of(q, k_cache, v_cache, cache_seqlens, **places).in_numbers()
-    parts = []
-    for b, (length, padding) in enumerate(cache.check(k_cache, 0)):
-        k, v = (x.to(q.dtype) for x in cache.sequence(k_cache, v_cache, b, length, padding))
-        own = {name: x[b : b + 1] if name in ("slopes", "padding") else x for name, x in asked.captured.items()}
-        if "padding" in own:
-            own["padding"] = torch.zeros_like(own["padding"])  # its keys begin behind it
-        parts.append(asked.op(q[b : b + 1], k, v, return_lse=has_lse, **own))
-    return tuple(torch.cat(each) for each in zip(*parts, strict=True)) if has_lse else torch.cat(parts)
 
 
 def _of_ragged_queries(
@@ -220,7 +203,7 @@ def _rows_of_table(table: Any, entries: Any) -> Tensor:
             what = x.dtype if isinstance(x, Tensor) else type(x).__name__
             raise TypeError(f"'{name}' must be a tensor of integers, not {what}")
     require(
-        ((entries >= 0) & (entries < table.shape[0])).all, entries,
+        ((entries >= 0) & (entries < table.shape[0])).all(),
         f"'cache_batch_idx' names a row of 'block_table' that is none; it has {table.shape[0]}",
     )  # fmt: skip
     rows: Tensor = table[entries.long()]
@@ -267,20 +250,10 @@ def _sizes(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Ten
     if (k is None) != (v is None):
         raise ValueError("k and v are written to the cache together: pass both, or neither")
     rows = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)
-    if not has_rows(4, *rows):
-        check_rows(dict(zip(_FORMS, zip(rows, _FORMS.values(), strict=False), strict=False)))
-    (batch, _, heads, width), (_, _, kv_heads, v_width) = q.shape, v_cache.shape
-    if k_cache.shape[3] != width or v_cache.shape[:3] != k_cache.shape[:3]:
-        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(_FORMS, rows[:3], strict=False))
-        raise ValueError(
-            f"{shapes}: expected q [B, Nq, H, D], k_cache [B, Nmax, Hkv, D], v_cache [B, Nmax, Hkv, Dv] or, with "
-            "'block_table', pages [pages, page, Hkv, D]"
-        )
-    if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"'q' has {heads} heads and 'k_cache' has {kv_heads}; H must be a multiple of Hkv")
+    sizes = sizes_of(_FORMS, *rows, pages=" or, with 'block_table', pages [pages, page, Hkv, D]")
     if k is not None and v is not None:
-        for name, x, last in (("k", k, width), ("v", v, v_width)):
-            if x.shape != (batch, k.shape[1], kv_heads, last):
-                wanted = [batch, k.shape[1], kv_heads, last]
+        for name, x, last in (("k", k, sizes.width), ("v", v, sizes.v_width)):
+            wanted = [sizes.batch, k.shape[1], k_cache.shape[2], last]
+            if list(x.shape) != wanted:
                 raise ValueError(f"'{name}' has shape {list(x.shape)}; {wanted} is expected, rows for the cache")
-    return Sizes(batch, heads, width, v_width)
+    return sizes

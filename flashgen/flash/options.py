@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import difflib
 import functools
+import inspect
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from flashgen.op.layer import LOWER_RIGHT, Layer, conjunction, scale_of
 # Those that every function has by position: dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
 # deterministic, return_attn_probs.
 Positional = tuple[Any, ...]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 # Left and right in keys; None: that side has no end.
 Window = tuple[int | None, int | None]
 
@@ -74,15 +76,6 @@ class Sizes(NamedTuple):
     place: str = LOWER_RIGHT
 
 
-class Settled(NamedTuple):
-    """What follows from numbers alone: the op, the numbers that it captures, and what is passed to it by name."""
-
-    op: Any
-    captured: Mapping[str, Any]
-    training: Mapping[str, Any]
-    sees_all: bool
-
-
 class Asked(NamedTuple):
     """The op of a call, what it captures, and whether lse is returned, and the place of the weights behind it."""
 
@@ -90,15 +83,15 @@ class Asked(NamedTuple):
     captured: Mapping[str, Any]
     training: Mapping[str, Any]  # dropout_p and deterministic, as the op takes them
     sees_all: bool  # queries see all keys, wherever they stand
-    has_lse: bool
     has_weights: bool
+    has_lse: bool = False
 
-    def results(self, found: Any, turned: Callable[[Tensor], Tensor]) -> Any:
-        """What a function returns, of what its op gave; ``turned`` gives o the layout of q."""
-        if not self.has_lse:
-            return turned(found)
-        o, lse = found
-        return (turned(o), lse, None) if self.has_weights else (turned(o), lse)
+    def results(self, found: Any, turned: Callable[[Tensor], Tensor] | None) -> Any:
+        """What a function returns, of what its op gave; ``turned`` gives o the layout or type of q."""
+        o, *rest = found if self.has_lse else (found,)
+        rest += [None] if self.has_weights else []
+        o = o if turned is None else turned(o)
+        return (o, *rest) if rest else o
 
 
 def ask(sizes: Sizes, given: Positional, by_name: Mapping[str, Any], padding: Tensor | None = None) -> Asked:
@@ -122,7 +115,8 @@ def ask(sizes: Sizes, given: Positional, by_name: Mapping[str, Any], padding: Te
     )  # fmt: skip
     has_tensor = isinstance(scale, Tensor) or isinstance(dropout_p, Tensor) or isinstance(softcap, Tensor)
     known = None if has_tensor or torch.compiler.is_compiling() else _remembered(numbers)
-    op, captured, training, sees_all = known or _settle(*numbers)
+    asked = known or _settle(*numbers)
+    captured = asked.captured
     if not (slopes is sinks is padding is None):
         captured = dict(captured)
         if slopes is not None:
@@ -131,14 +125,15 @@ def ask(sizes: Sizes, given: Positional, by_name: Mapping[str, Any], padding: Te
             captured["sinks"] = sinks
         if padding is not None:
             captured["padding"] = padding
-    return Asked(op, captured, training, sees_all, has_lse, has_weights)
+    return asked._replace(captured=captured, has_lse=has_lse)
 
 
 def _settle(
     width: int, v_width: int, dropout_p: Any, scale: Any, causal: Any, left: Any, right: Any, softcap: Any,
     deterministic: Any, has_weights: Any, chunk: Any, has_slopes: bool, has_sinks: bool, has_padding: bool,
     place: str,
-) -> Settled:  # fmt: skip
+) -> Asked:  # fmt: skip
+    """What follows from numbers alone."""
     for name, size in (("q and k", width), ("v", v_width)):
         if not 1 <= size <= MAX_HEAD_DIM:
             raise ValueError(f"the head dimension of {name} is {size}; 1 to {MAX_HEAD_DIM} are supported")
@@ -180,14 +175,14 @@ def _settle(
         place=place,
     )
     training = {"dropout_p": dropout_p if dropout_p > 0 else None, "deterministic": True if deterministic else None}
-    return Settled(layer.op(), captured, training, not conditions)
+    return Asked(layer.op(), captured, training, not conditions, has_weights)
 
 
 # By type, too: True is no 1.
 _settled = functools.lru_cache(maxsize=512, typed=True)(_settle)
 
 
-def _remembered(numbers: tuple[Any, ...]) -> Settled | None:
+def _remembered(numbers: tuple[Any, ...]) -> Asked | None:
     """What follows from these; None where one has no hash, or is no number."""
     try:
         return _settled(*numbers)
@@ -236,6 +231,23 @@ def check_rows(tensors: Mapping[str, tuple[object, str]]) -> None:
             raise ValueError(f"'{name}' has shape {list(x.shape)}; {form} is expected")
 
 
+def sizes_of(forms: Mapping[str, str], *rows: Tensor, pages: str = "") -> Sizes:
+    """Of q, k and v, which the ``rows`` of these forms begin with; ``pages`` is what k and v may be, too.
+
+    Raises where tensors do not fit, in terms of FlashAttention's layout; the rest is checked by the op.
+    """
+    if not has_rows(4, *rows):
+        check_rows({name: (x, form) for (name, form), x in zip(forms.items(), rows, strict=False)})
+    q, k, v = rows[:3]
+    (batch, _, heads, width), kv_heads, names = q.shape, k.shape[2], tuple(forms)[:3]
+    if (k.shape[0] != batch and not pages) or k.shape[3] != width or v.shape[:3] != k.shape[:3]:
+        shapes = ", ".join(f"{name} {list(x.shape)}" for name, x in zip(names, rows, strict=False))
+        raise ValueError(f"{shapes}: expected {', '.join(f'{name} {forms[name]}' for name in names)}{pages}")
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"'q' has {heads} heads and '{names[1]}' has {kv_heads}; H must be a multiple of Hkv")
+    return Sizes(batch, heads, width, v.shape[3])
+
+
 def unpacked(name: str, packed: Tensor, form: str) -> tuple[Tensor, ...]:
     """What one tensor of a form such as ``[B, N, 3, H, D]`` holds along the dimension that is a number."""
     check_rows({name: (packed, form)})
@@ -243,6 +255,19 @@ def unpacked(name: str, packed: Tensor, form: str) -> tuple[Tensor, ...]:
     if packed.shape[axis] != count:
         raise ValueError(f"'{name}' has shape {list(packed.shape)}; {form} is expected")
     return packed.unbind(axis)
+
+
+def with_options_of(function: Callable[..., Any]) -> Callable[[_Function], _Function]:
+    """A function that hands on what it is given from ``dropout_p`` on to another, and says so in its signature."""
+
+    def decorated(packed: _Function) -> _Function:
+        own, options = (inspect.signature(each).parameters for each in (packed, function))
+        rows = [each for each in own.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+        rest = list(options.values())[list(options).index("dropout_p") :]
+        packed.__signature__ = inspect.Signature([*rows, *rest], return_annotation=Any)  # type: ignore[attr-defined]
+        return packed
+
+    return decorated
 
 
 def with_second_query(q: Tensor, k: Tensor, v: Tensor, qv: object) -> tuple[Tensor, Tensor]:

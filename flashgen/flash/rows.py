@@ -38,12 +38,12 @@ class Ragged(NamedTuple):
 
     def attend(self, given: Positional, by_name: Mapping[str, Any]) -> Any:
         """What a function returns for these rows and options."""
-        rows, turned = self, _same
+        rows, turned = self, None
         q, k, v = self.q, self.k, self.v
         if by_name or F8 in (q.dtype, k.dtype, v.dtype):
             rows = self._of_more_bits(by_name)
             q, k, v = rows.q, rows.k, rows.v
-            turned = _rounded if self.q.dtype is F8 else _same
+            turned = Tensor.bfloat16 if self.q.dtype is F8 else None
         if by_name and by_name.get("qv") is not None:
             q, k = with_second_query(q, k, v, by_name["qv"])
         batch, place = rows.q_starts.shape[0] - 1, SQUARE if rows.q_starts is rows.k_starts else LOWER_RIGHT
@@ -163,14 +163,6 @@ def used_argument(name: str, used: object, batch: int, device: torch.device) -> 
     return used
 
 
-def _same(x: Tensor) -> Tensor:
-    return x
-
-
-def _rounded(x: Tensor) -> Tensor:
-    return x.bfloat16()
-
-
 def _used(name: str, starts: Tensor, used: Tensor | None) -> tuple[Tensor, Tensor]:
     """Where each sequence begins, and how many of its rows are used; by default all."""
     begin, lengths = starts[:-1], starts[1:] - starts[:-1]
@@ -178,7 +170,7 @@ def _used(name: str, starts: Tensor, used: Tensor | None) -> tuple[Tensor, Tenso
         return begin, lengths
     own = used_argument(name, used, lengths.shape[0], starts.device)
     require(
-        ((own >= 0) & (own <= lengths)).all, own,
+        ((own >= 0) & (own <= lengths)).all(),
         f"'{name}' is below 0 or beyond the rows that '{name.replace('seqused', 'cu_seqlens')}' gives a sequence",
     )  # fmt: skip
     return begin, torch.minimum(own.to(starts.dtype).clamp(min=0), lengths)

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from flashgen.flash.options import ByName, check_names, check_rows, either, has_rows, unpacked
+from flashgen.flash.options import ByName, check_names, check_rows, either, has_rows, unpacked, with_options_of
 from flashgen.flash.rows import Ragged, longest_argument, rows_of_cache, starts_argument, used_argument
 
 
@@ -76,27 +76,17 @@ def flash_attn_varlen_func(
     return rows.attend(given, by_name)
 
 
+@with_options_of(flash_attn_varlen_func)
 def flash_attn_varlen_qkvpacked_func(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int | Tensor | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Any = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **by_name: Unpack[RaggedByName],
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor | None = None, *options: Any, **by_name: Any
 ) -> Any:
     """``flash_attn_varlen_func`` of one tensor ``qkv`` [T, 3, H, D], which holds q, k and v of the same sequences."""
     q, k, v = unpacked("qkv", qkv, "[T, 3, H, D]")
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     starts, most = starts_argument("cu_seqlens", cu_seqlens), longest_argument("max_seqlen", max_seqlen)
-    return flash_attn_varlen_func(q, k, v, starts, starts, most, most, *given, **by_name)
+    return flash_attn_varlen_func(q, k, v, starts, starts, most, most, *options, **by_name)
 
 
+@with_options_of(flash_attn_varlen_func)
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -104,21 +94,13 @@ def flash_attn_varlen_kvpacked_func(
     cu_seqlens_k: Tensor,
     max_seqlen_q: int | Tensor | None = None,
     max_seqlen_k: int | Tensor | None = None,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: Any = (-1, -1),
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    deterministic: bool = False,
-    return_attn_probs: bool = False,
-    **by_name: Unpack[RaggedByName],
+    *options: Any,
+    **by_name: Any,
 ) -> Any:
     """``flash_attn_varlen_func`` of ``q`` [Tq, H, D] and one tensor ``kv`` [Tk, 2, Hkv, D], which holds k and v."""
     k, v = unpacked("kv", kv, "[Tk, 2, Hkv, D]")
-    given = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
     starts, most = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    return flash_attn_varlen_func(q, k, v, starts[0], starts[1], most[0], most[1], *given, **by_name)
+    return flash_attn_varlen_func(q, k, v, starts[0], starts[1], most[0], most[1], *options, **by_name)
 
 
 def _rows_of_pages(

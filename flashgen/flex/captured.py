@@ -12,6 +12,7 @@ import dis
 import enum
 import functools
 import math
+import operator
 import os
 import sys
 import sysconfig
@@ -34,8 +35,7 @@ _PACKAGES = frozenset(("flashgen", "numpy", "torch"))
 _PYTHONS = (Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("platstdlib")), Path(os.__file__).parent)
 _PYTHONS_FOLDERS = tuple(f"{each}{os.sep}" for folder in _PYTHONS for each in spellings(folder))
 _FOLDERS = (*NOT_THE_USERS, *spellings(Path(np.__file__).parent), *_PYTHONS_FOLDERS)
-# Modules of ours and of PyTorch's whose closures hold mods of the user's.
-_COMPOSING = frozenset((f"{__package__}.masks", "torch.nn.attention.flex_attention"))
+_COMPOSING = "torch.nn.attention.flex_attention"  # whose closures hold mods of the user's
 # What tells a number that is lifted from a plain one, or changes what is captured.
 _UNLIFTABLE_NAMES = frozenset(
     ("type", "id", "globals", "locals", "eval", "exec", "vars", "setattr", "delattr", "__import__")
@@ -137,41 +137,48 @@ def _is_of_library(value: ModuleType | FunctionType) -> bool:
 
 
 class Parts(NamedTuple):
-    """What a container of captured things holds: ``fixed`` is what it is apart from that."""
+    """What a container of captured things holds: ``fixed`` is what it is apart from that.
+
+    ``made`` makes it again of other things; None: of a function ``Lifting`` does.
+    """
 
     fixed: Hashable
     names: tuple[str, ...]
     values: tuple[Any, ...]
+    made: Callable[[list[Any]], Any] | None = None
 
 
 def _parts(value: Any) -> Parts | None:
     """The parts of what is followed; None for what is not."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind is FunctionType:
         return _function_parts(value)
     if kind is functools.partial:
-        names = tuple(str(name) for name in value.keywords)
+        names, count = tuple(map(str, value.keywords)), 1 + len(value.args)
         return Parts(
             ("partial", len(value.args), names),
-            ("", *("",) * len(value.args), *names),
+            (*("",) * count, *names),
             (value.func, *value.args, *value.keywords.values()),
+            lambda made: functools.partial(
+                made[0], *made[1:count], **dict(zip(value.keywords, made[count:], strict=True))
+            ),
         )
     if kind is MethodType:
-        return Parts("method", ("", ""), (value.__func__, value.__self__))
+        return Parts("method", ("", ""), (value.__func__, value.__self__), lambda made: MethodType(*made))
     if kind is slice:
-        return Parts("slice", ("", "", ""), (value.start, value.stop, value.step))
+        return Parts("slice", ("", "", ""), (value.start, value.stop, value.step), lambda made: slice(*made))
     if kind is tuple or kind is list:
-        return Parts((kind.__name__, len(value)), ("",) * len(value), tuple(value))
+        return Parts((kind.__name__, len(value)), ("",) * len(value), tuple(value), type(value))
     if kind is dict and all(type(key) is str for key in value):
-        return Parts(("dict", *value), tuple(value), tuple(value.values()))
+        return Parts(
+            ("dict", *value), tuple(value), tuple(value.values()), lambda made: dict(zip(value, made, strict=True))
+        )
     mod = getattr(kind, "__flashgen_mod__", None)
-    if mod is not None:
-        return Parts(kind.__name__, ("",), (mod(value),))
-    return None
+    return None if mod is None else Parts(kind.__name__, ("",), (mod(value),), lambda made: made[0])
 
 
 def _function_parts(function: FunctionType) -> Parts | None:
-    if _is_of_library(function) and function.__module__ not in _COMPOSING:
+    if _is_of_library(function) and function.__module__ != _COMPOSING:
         return None
     code = function.__code__
     names, values = [*code.co_freevars], [content_of(cell) for cell in function.__closure__ or ()]
@@ -204,7 +211,7 @@ def content_of(cell: CellType) -> Any:
 def is_settled(value: Any) -> bool:
     """Whether a captured value is the same as long as it is the same object, and no mod of the user's."""
     if isinstance(value, (ModuleType, FunctionType)):
-        return _is_of_library(value) and getattr(value, "__module__", None) not in _COMPOSING
+        return _is_of_library(value) and getattr(value, "__module__", None) != _COMPOSING
     return _number_of(value) is not None or _is_constant(value)
 
 
@@ -309,31 +316,10 @@ class Lifting:
         parts = _parts(value)
         if parts is None:
             return self.attribute_holder(value)
-        return self._rebuilt(value, parts)
-
-    def _rebuilt(self, value: Any, parts: Parts) -> Any:
-        kind: Any = type(value)
-        if kind is FunctionType:
+        if parts.made is None:
             return self._function(value, parts)
         self._seen[id(value)] = value  # a container that holds itself stays as it is
-        made = [self.lifted(each) for each in parts.values]
-        result: Any
-        if kind is functools.partial:
-            count = len(value.args) + 1
-            result = functools.partial(made[0], *made[1:count], **dict(zip(value.keywords, made[count:], strict=True)))
-        elif kind is MethodType:
-            result = MethodType(made[0], made[1])
-        elif kind is slice:
-            result = slice(*made)
-        elif kind is dict:
-            result = dict(zip(value, made, strict=True))
-        elif kind is list:
-            result = made
-        elif kind is tuple:
-            result = (*made,)
-        else:
-            result = made[0]
-        self._seen[id(value)] = result
+        self._seen[id(value)] = result = parts.made([self.lifted(each) for each in parts.values])
         return result
 
     def _function(self, function: FunctionType, parts: Parts) -> Any:
@@ -415,32 +401,10 @@ class Attributes:
             return object.__getattribute__(self, "_lifting").lifted(method)(self, *args, **kwargs)
         return target(*args, **kwargs)
 
-    def __bool__(self) -> bool:
-        return bool(object.__getattribute__(self, "_target"))
 
-    def __repr__(self) -> str:
-        return repr(object.__getattribute__(self, "_target"))
+def _passed_on(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args: function(object.__getattribute__(self, "_target"), *args)
 
-    def __str__(self) -> str:
-        return str(object.__getattribute__(self, "_target"))
 
-    def __format__(self, form: str) -> str:
-        return format(object.__getattribute__(self, "_target"), form)
-
-    def __getitem__(self, key: Any) -> Any:
-        return object.__getattribute__(self, "_target")[key]
-
-    def __len__(self) -> int:
-        return len(object.__getattribute__(self, "_target"))
-
-    def __iter__(self) -> Any:
-        return iter(object.__getattribute__(self, "_target"))
-
-    def __contains__(self, key: Any) -> bool:
-        return key in object.__getattribute__(self, "_target")
-
-    def __eq__(self, other: object) -> Any:
-        return object.__getattribute__(self, "_target") == other
-
-    def __hash__(self) -> int:
-        return hash(object.__getattribute__(self, "_target"))
+for _function in (bool, repr, str, format, len, iter, hash, operator.getitem, operator.contains, operator.eq):
+    setattr(Attributes, f"__{_function.__name__}__", _passed_on(_function))

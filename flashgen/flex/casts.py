@@ -12,12 +12,12 @@ from flashgen.ir.expr import Expr, Literal
 
 _HALVES = (torch.float16, torch.bfloat16)
 _TYPES = frozenset((torch.bool, *NARROW, torch.int32, torch.int64, *_HALVES, torch.float32, torch.float64))
-_RANK = {BOOL: 0, INT: 1, FLOAT: 2}
+ORDER = {BOOL: 0, INT: 1, FLOAT: 2}  # of promotion
 
 
 def promoted(*values: Value) -> torch.dtype:
     """The type in which values are compared, by PyTorch's rules for tensors and Python numbers."""
-    top = max((scalar_of(value.dtype) for value in values), key=_RANK.__getitem__)
+    top = max((scalar_of(value.dtype) for value in values), key=ORDER.__getitem__)
     found: torch.dtype | None = None
     for value in values:
         if not value.weak and scalar_of(value.dtype) is top:

@@ -16,16 +16,14 @@ import torch
 from torch import Tensor
 
 from flashgen.flex.aten import CONSTANT, FILLED, FORMULAS, REDUCTIONS, RULES
-from flashgen.flex.casts import cast
+from flashgen.flex.casts import ORDER, cast
 from flashgen.flex.numbers import own, settled, told
 from flashgen.flex.places import refuse
-from flashgen.flex.refusals import DECISIONS, refuse_unknown
+from flashgen.flex.refusals import refuse_decision, refuse_unknown
 from flashgen.flex.stand_ins import Cell, Cells, Symbolic, array_of, flat, mapped, symbolic, unwatched
 from flashgen.flex.values import MOST_TERMS, Session, Value, constant, convert, scalar_of
-from flashgen.ir.types import ScalarType
 
 Arguments = tuple[Any, ...]
-_ORDER = {ScalarType.BOOL: 0, ScalarType.INT: 1, ScalarType.FLOAT: 2}
 _ADVICE: Mapping[str, str] = MappingProxyType(
     {
         "pow": "make it a float: x.float() ** n",
@@ -45,7 +43,7 @@ def dispatch(session: Session, func: Any, args: Arguments, kwargs: dict[str, Any
     if func._overloadname == "other":
         name = {"max": "maximum", "min": "minimum"}.get(name, name)
     if name == "_local_scalar_dense":
-        refuse("E601", f"{DECISIONS['item']} asks for a value that is known to the kernel alone, one for each pair")
+        refuse_decision("item", hinted=False)
     if func._schema.is_mutable and _name_in_place(name) is not None:
         return _in_place(func, args, kwargs)
     if func._schema.is_mutable:
@@ -204,7 +202,7 @@ def _in_place(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
         what = "a captured tensor" if is_whole else "a row of a captured tensor"
         refuse("E602", f"a mod cannot change {what}", hints=("give the result a new name",))
     result = getattr(torch.ops.aten, _name_in_place(func.overloadpacket.__name__) or "")(*args, **kwargs)
-    if _ORDER[scalar_of(result.dtype)] > _ORDER[scalar_of(target.dtype)]:
+    if ORDER[scalar_of(result.dtype)] > ORDER[scalar_of(target.dtype)]:
         refuse("E603", f"{result.dtype} cannot be stored in a value of {target.dtype}", hints=("give it a new name",))
     target.cells.item().expr = cast(Value(result.expr, result.dtype), target.dtype).expr
     return target

@@ -16,8 +16,8 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.op.narrowing import Narrowing
 from flashgen.picture.html import of_mask
-from flashgen.picture.letters import letters
 from flashgen.picture.mask import MaskPicture, caption, mask_picture
+from flashgen.picture.paint import letters
 
 _WIDTH = 64
 
@@ -33,17 +33,13 @@ def letters_of(mask: BlockMask) -> str:
 
 def html(mask: BlockMask) -> str:
     """The same for notebooks."""
-
-    def draw() -> MaskPicture:
-        if 0 in mask.seq_lengths:
-            raise ValueError("no pairs")
-        return picture_of(mask)
-
-    return of_mask(repr(mask), draw)
+    return of_mask(repr(mask), lambda: picture_of(mask))
 
 
 def picture_of(mask: BlockMask) -> MaskPicture:
-    """With the values that the mod captures now. There is at least one query and key."""
+    """With the values that the mod captures now. Raises ``ValueError`` where there is no query, or no key."""
+    if 0 in mask.seq_lengths:
+        raise ValueError("no pairs")
     batch, heads, q_len, kv_len = mask.shape
     bound = bind(None, mask, torch.device("cpu"))
     traced = bound.trace.traced

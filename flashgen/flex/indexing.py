@@ -80,7 +80,7 @@ def _sliced(session: Session, target: Tensor, keys: list[Any]) -> tuple[Tensor, 
             left.append(_ALL)
     name = session.names.get(id(target), "")
     part = target[tuple(mapped(plain, settled))]
-    session.remember_alive(part)
+    session.alive.append(part)
     session.names.setdefault(id(part), name)
     return part, left
 

@@ -26,35 +26,19 @@ _OF_LISTS = frozenset(
 ) | {"as_tuple", "sparsity", "to_dense", "to_string"}
 
 
-def noop_mask(batch: Any, head: Any, q_idx: Any, kv_idx: Any) -> Any:  # noqa: ARG001
-    """The mask_mod that keeps every pair."""
-    return batch.new_ones(size=(), dtype=torch.bool)
+noop_mask = torch_flex.noop_mask
 
 
 def and_masks(*mask_mods: Mod) -> Mod:
     """The mask_mod that keeps what all of them keep. Takes mods and masks; raises ``TypeError`` for anything else."""
     _check("and_masks", mask_mods)
-
-    def and_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        result = b.new_ones((), dtype=torch.bool)
-        for mask_mod in mask_mods:
-            result = result & mask_mod(b, h, q_idx, kv_idx)
-        return result
-
-    return and_mask
+    return torch_flex.and_masks(*mask_mods)
 
 
 def or_masks(*mask_mods: Mod) -> Mod:
     """The mask_mod that keeps what any of them keeps. Takes mods and masks; raises ``TypeError`` for anything else."""
     _check("or_masks", mask_mods)
-
-    def or_mask(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        result = b.new_zeros((), dtype=torch.bool)
-        for mask_mod in mask_mods:
-            result = result | mask_mod(b, h, q_idx, kv_idx)
-        return result
-
-    return or_mask
+    return torch_flex.or_masks(*mask_mods)
 
 
 def _check(name: str, mask_mods: tuple[Any, ...]) -> None:

@@ -124,28 +124,6 @@ class Number:
     def __bool__(self) -> bool:
         return bool(self.guards.tell(("bool", self.recipe), bool(self.value)))
 
-    def __int__(self) -> int:
-        return int(self.settled())
-
-    def __float__(self) -> float:
-        return float(self.settled())
-
-    def __index__(self) -> int:
-        index: Any = self.settled()
-        return operator.index(index)
-
-    def __complex__(self) -> complex:
-        return complex(self.settled())
-
-    def __hash__(self) -> int:
-        return hash(self.settled())
-
-    def __repr__(self) -> str:
-        return repr(self.settled())
-
-    def __format__(self, form: str) -> str:
-        return format(self.settled(), form)
-
     def __getattr__(self, name: str) -> Any:
         if not hasattr(type(self.value), name):
             raise AttributeError(name)
@@ -245,6 +223,12 @@ def _comparison(name: str, function: Callable[..., Any]) -> Callable[[Number, ob
     return method
 
 
+def _of_value(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *form: function(self.settled(), *form)
+
+
+for _function in (int, float, complex, hash, repr, format, operator.index):
+    setattr(Number, f"__{_function.__name__}__", _of_value(_function))
 for _name, _function in _BINARY.items():
     setattr(Number, f"__{_name}__", _binary(_name, _function, swapped=False))
     setattr(Number, f"__r{_name}__", _binary(_name, _function, swapped=True))

@@ -10,7 +10,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from flashgen.flex.numbers import evaluate
 from flashgen.flex.shapes import Extents, Shapes, Sizes, declared, fits
 from flashgen.flex.specs import Shell, differentiable, make_spec, plain_names
 from flashgen.flex.tracing import Mod, Trace, Traced, trace
-from flashgen.flex.unchanged import Unchanged, looked_at
+from flashgen.flex.unchanged import Unchanged, held, looked_at
 from flashgen.flex.values import readable
 from flashgen.ir.interval import INT_MAX, INT_MIN
 from flashgen.ir.spec import HeadDim
@@ -65,10 +65,6 @@ def bind(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> B
     return found
 
 
-def _held(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple([weakref.ref(x) if isinstance(x, Tensor) else x for x in values])
-
-
 def _alive(held: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple([x() if type(x) is weakref.ref else x for x in held])
 
@@ -86,9 +82,8 @@ def _know(key: Hashable, score_mod: Mod | None, mask_mod: Mod | None, found: Bou
         known.pop(key, None)
 
     mods = tuple(None if mod is None else weakref.ref(mod, forget) for mod in (score_mod, mask_mod))
-    trace = replace(found.trace, tensors=(), params=(), mods=(None, None))
-    held = Bound(trace, _held(found.tensors), _held(found.params), found.calls)
-    _KNOWN[key] = _Known(mods, unchanged, held)
+    kept = Bound(found.trace.alone(), tuple(map(held, found.tensors)), tuple(map(held, found.params)), found.calls)
+    _KNOWN[key] = _Known(mods, unchanged, kept)
 
 
 def keep(bound: Bound, call: Hashable, found: Any) -> None:
@@ -106,26 +101,27 @@ def _look_up(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) 
     if captured.cacheable:
         leaves = captured.leaves
         for known in _TRACES.get(signature, ()):
-            params = _params_of(known, leaves)
-            if params is not None:
-                return Bound(known, tuple([leaves[leaf] for leaf in known.leaves]), params, {})  # type: ignore[index]
+            values = _values_of(known, leaves)
+            if values is not None:
+                count = len(known.traced.tensors)
+                return Bound(known, values[:count], values[count:], {})
     found = trace(score_mod, mask_mod, captured, device)
     if found.settled and captured.cacheable:
         _remember(signature, found)
     return Bound(found, found.tensors, found.params, {})
 
 
-def _params_of(known: Trace, leaves: Sequence[Any]) -> tuple[int | float | Tensor, ...] | None:
-    """The params of a trace, of what is captured now; None where the trace does not hold for that."""
+def _values_of(known: Trace, leaves: Sequence[Any]) -> tuple[Any, ...] | None:
+    """Tensors and params of a trace, of what is captured now; None where the trace does not hold for that."""
     try:
         if not all(evaluate(recipe, leaves) == answer for recipe, answer in known.guards):
             return None
-        params = tuple([evaluate(recipe, leaves) for recipe in known.recipes])
+        values = tuple([evaluate(recipe, leaves) for recipe in known.recipes])
     except (ArithmeticError, ValueError):
         return None  # the mod raises it, too, where it is traced
     # 2 ** n is an int or a float, and may be a large one.
-    fits = all(map(_is_of_type, params, known.traced.params))
-    return params if fits else None
+    params = values[len(known.traced.tensors) :]
+    return values if all(map(_is_of_type, params, known.traced.params)) else None
 
 
 def _is_of_type(value: object, scalar: ScalarType) -> bool:
@@ -139,7 +135,7 @@ def _is_of_type(value: object, scalar: ScalarType) -> bool:
 def _remember(signature: Hashable, found: Trace) -> None:
     """Keep the trace without the tensors of its first call."""
     traces = _TRACES.setdefault(signature, [])
-    traces.insert(0, Trace(**{**found.__dict__, "tensors": (), "params": (), "mods": (None, None)}))
+    traces.insert(0, found.alone())
     del traces[_MOST_TRACES:]
     _TRACES.move_to_end(signature)
     while len(_TRACES) > _MOST_SIGNATURES:
@@ -171,25 +167,19 @@ class Family:
         key = (*sizes.values(), *extents, wanted)
         found = self._calls.get(key)
         if found is None:
-            found = self._fitting(sizes, extents, wanted) or self._compile(
-                declared(self._traced, extents, sizes), wanted
-            )
+            for each in self._compiled:
+                gives = all(has or not wants for has, wants in zip(each.learned, wanted, strict=True))
+                if gives and fits(each.shapes, extents, sizes):
+                    found = each
+                    break
+            else:
+                shapes = declared(self._traced, extents, sizes)
+                found = compiled(self._traced, self._shell, shapes, wanted, self._backend)
+                self._compiled.append(found)
             if len(self._calls) >= _MOST_CALLS:
                 self._calls.clear()
             self._calls[key] = found
         return found
-
-    def _fitting(self, sizes: Sizes, extents: Extents, wanted: tuple[bool, ...]) -> Compiled | None:
-        for each in self._compiled:
-            gives = all(has or not wants for has, wants in zip(each.learned, wanted, strict=True))
-            if gives and fits(each.shapes, extents, sizes):
-                return each
-        return None
-
-    def _compile(self, shapes: Shapes, learned: tuple[bool, ...]) -> Compiled:
-        made = compiled(self._traced, self._shell, shapes, learned, self._backend)
-        self._compiled.append(made)
-        return made
 
 
 @functools.lru_cache(maxsize=256)

@@ -45,7 +45,6 @@ class Shell:
     names: tuple[str, ...]
     scaled: bool = False
     defaults: tuple[int | float | None, ...] = ()
-    scale_default: float | None = None
     maxima: bool = False
 
 
@@ -64,7 +63,7 @@ def make_spec(
         for name, kind, default, grad in zip(param_names, traced.params, defaults, learned[count:], strict=True)
     ]
     if shell.scaled:
-        params.append(Param(SCALE, ScalarType.FLOAT, _default(ScalarType.FLOAT, shell.scale_default), grad=False))
+        params.append(Param(SCALE, ScalarType.FLOAT, None, grad=False))
     spec = AttentionSpec(
         name=shell.name,
         head_dims=(shell.head_dim,),

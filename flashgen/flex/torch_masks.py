@@ -37,15 +37,11 @@ def mod_of(mask: torch_flex.BlockMask) -> Mod | None:
             "and keys that it is for, or use flashgen.flex.create_block_mask"
         )
     if min(mask.BLOCK_SIZE) >= _BORDERLESS:
-        return None if _keeps_all(mask_mod) else mask_mod
+        return None if mask_mod is noop_mask else mask_mod
     known = _KNOWN.get(mask)
     if known is None or known[0] is not mask_mod:
         known = _KNOWN[mask] = mask_mod, _found(mask, mask_mod)
     return known[1]
-
-
-def _keeps_all(mask_mod: object) -> bool:
-    return mask_mod in (None, noop_mask, torch_flex.noop_mask)
 
 
 def _found(mask: torch_flex.BlockMask, mask_mod: Mod | None) -> Mod:
@@ -59,7 +55,7 @@ def _found(mask: torch_flex.BlockMask, mask_mod: Mod | None) -> Mod:
     filled = None
     if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
         filled = _dense(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
-    if mask_mod is None or _keeps_all(mask_mod):
+    if mask_mod in (None, noop_mask):
         return _kept_in(listed if filled is None else listed | filled, mask.BLOCK_SIZE)
     if _say_the_same(mask, mask_mod, listed, filled):
         return mask_mod

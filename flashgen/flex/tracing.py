@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -25,9 +25,9 @@ from flashgen.flex.dispatch import dispatch
 from flashgen.flex.indexing import index, lengths
 from flashgen.flex.numbers import Guards, Host, Recipe, as_number, settled
 from flashgen.flex.places import border, calling_function, refuse, refuse_at, refuse_raised
-from flashgen.flex.refusals import DECISIONS, INSTEAD, refuse_unknown
+from flashgen.flex.refusals import DECISIONS, refuse_decision, refuse_unknown
 from flashgen.flex.stand_ins import Symbolic, flat, mapped, watched
-from flashgen.flex.values import FLOAT, Session, Value, convert
+from flashgen.flex.values import FLOAT, Session, Slot, Value, convert
 from flashgen.ir.expr import Expr, score_input
 from flashgen.ir.expr import index as position
 from flashgen.ir.types import ElementType, ScalarType
@@ -70,7 +70,7 @@ class Trace:
     """What mods compute and how a call finds what they capture.
 
     ``tensors`` and ``params`` are the values of this trace. Where ``settled``, a later call with the same signature
-    takes them from its own leaves by ``leaves`` and ``recipes``, if it gives the same answers to ``guards``.
+    takes them, tensors first, from its own leaves by ``recipes``, if it gives the same answers to ``guards``.
     """
 
     traced: Traced
@@ -78,10 +78,12 @@ class Trace:
     params: tuple[int | float | Tensor, ...]
     names: tuple[str, ...]
     settled: bool
-    leaves: tuple[int | None, ...]
     recipes: tuple[Recipe, ...]
     guards: tuple[tuple[Recipe, Host], ...]
-    mods: tuple[Mod | None, Mod | None]
+
+    def alone(self) -> Trace:
+        """The same for later calls, which keeps no values alive."""
+        return replace(self, tensors=(), params=())
 
 
 def trace(score_mod: Mod | None, mask_mod: Mod | None, captured: Captured, device: torch.device) -> Trace:
@@ -116,23 +118,22 @@ def _trace(
         kept = None if mask_mod is None else _mask(session, mask, mask_mod)
     finally:
         session.is_over = True
+    tensors, params = session.tensors, session.params
+    slots: tuple[Slot[Any], ...] = (*tensors, *params)
     traced = Traced(
         scored,
         kept,
-        tuple(TracedTensor(each.element, each.tensor.dim()) for each in session.tensors),
-        tuple(each.type for each in session.params),
+        tuple(TracedTensor(each.type, each.value.dim()) for each in tensors),
+        tuple(each.type for each in params),
     )
-    recipes = tuple(each.recipe for each in session.params)
     return Trace(
         traced,
-        tuple(each.tensor for each in session.tensors),
-        tuple(each.value for each in session.params),
-        (*(each.name for each in session.tensors), *(each.name for each in session.params)),
+        tuple(each.value for each in tensors),
+        tuple(each.value for each in params),
+        tuple(each.name for each in slots),
         session.settled and captured.cacheable,
-        tuple(each.leaf for each in session.tensors),
-        recipes,
+        tuple(each.recipe for each in slots),
         tuple(guards.told.items()),
-        (score_mod, mask_mod),
     )
 
 
@@ -286,9 +287,7 @@ class _Watch(TorchFunctionMode):
     def _check(self, name: str, x: object, *, alone: bool) -> None:
         """Refuse what a mod cannot ask of a value."""
         if name in DECISIONS and not (name in _OF_DIMENSIONS and isinstance(x, Tensor) and x.dim() > 0):
-            hint = INSTEAD.get(name, "")
-            message = f"{DECISIONS[name]} asks for a value that is known to the kernel alone, one for each pair"
-            refuse("E601", message, hints=(hint,) if hint else ())
+            refuse_decision(name)
         if name == "__setitem__":
             refuse_unknown(name)
         if name == "type" and alone:
@@ -358,7 +357,7 @@ class _Watch(TorchFunctionMode):
         names = self._session.names
         known = next((names[id(each)] for each in args if isinstance(each, Tensor) and id(each) in names), "")
         if isinstance(result, Tensor):
-            self._session.remember_alive(result)
+            self._session.alive.append(result)
             names.setdefault(id(result), known)
 
 

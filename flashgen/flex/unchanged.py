@@ -14,50 +14,37 @@ from torch import Tensor
 
 from flashgen.flex.captured import Empty, content_of, globals_of, is_settled
 
-_Held = weakref.ref[Tensor]
-
 
 class Unchanged:
     """What mods were made of. A tensor is the same with its type, its shape and whether it asks for a gradient."""
 
-    __slots__ = ("_cells", "_functions", "_globals", "_tensor_cells", "_tensor_globals", "_tensors")
+    __slots__ = ("_cells", "_functions", "_globals", "_tensors")
 
     def __init__(self) -> None:
         self._functions: dict[int, tuple[weakref.ref[FunctionType], Any, Any]] = {}
         self._cells: list[tuple[CellType, Any]] = []
         self._globals: list[tuple[dict[str, Any], str, Any]] = []
-        self._tensor_cells: list[tuple[CellType, _Held]] = []
-        self._tensor_globals: list[tuple[dict[str, Any], str, _Held]] = []
-        self._tensors: list[tuple[_Held, Any, Any, bool]] = []
+        self._tensors: list[tuple[weakref.ref[Tensor], Any, Any, bool]] = []
 
     def holds(self) -> bool:
         """Whether nothing has changed since."""
-        for held, code, defaults in self._functions.values():
-            function = held()
+        for mod, code, defaults in self._functions.values():
+            function = mod()
             if function is None or function.__code__ is not code or function.__defaults__ is not defaults:
                 return False
             if function.__kwdefaults__ or function.__dict__:
                 return False
         for there, name, content in self._globals:
-            if there.get(name, Empty) is not content:
+            if there.get(name, Empty) is not (content() if type(content) is weakref.ref else content):
                 return False
         try:
             for cell, content in self._cells:
-                if cell.cell_contents is not content:
+                if cell.cell_contents is not (content() if type(content) is weakref.ref else content):
                     return False
-            return not self._tensors or self._has_tensors()
         except ValueError:  # a cell was emptied
             return False
-
-    def _has_tensors(self) -> bool:
-        for cell, held in self._tensor_cells:
-            if cell.cell_contents is not held():
-                return False
-        for there, name, held in self._tensor_globals:
-            if there.get(name) is not held():
-                return False
-        for held, dtype, shape, learns in self._tensors:
-            x = held()
+        for tensor, dtype, shape, learns in self._tensors:
+            x = tensor()
             if x is None or x.dtype is not dtype or x.shape != shape or x.requires_grad is not learns:
                 return False
         return True
@@ -81,18 +68,15 @@ class Unchanged:
         self._functions[id(function)] = (weakref.ref(function), function.__code__, defaults)
         closure = [(cell, content_of(cell)) for cell in function.__closure__ or ()]
         named = [(name, there.get(name, Empty)) for name in names]
-        for cell, content in closure:
-            if isinstance(content, Tensor):
-                self._tensor_cells.append((cell, weakref.ref(content)))
-            else:
-                self._cells.append((cell, content))
-        for name, content in named:
-            if isinstance(content, Tensor):
-                self._tensor_globals.append((there, name, weakref.ref(content)))
-            else:
-                self._globals.append((there, name, content))
+        self._cells += [(cell, held(content)) for cell, content in closure]
+        self._globals += [(there, name, held(content)) for name, content in named]
         contents = [content for _, content in (*closure, *named) if content is not Empty]
         return all(map(self.look_at, (*contents, *(defaults or ()))))
+
+
+def held(content: Any) -> Any:
+    """A tensor weakly; anything else as it is, and of that nothing is a weak reference itself, which may change."""
+    return weakref.ref(content) if isinstance(content, Tensor) else content
 
 
 def looked_at(*mods: Any) -> Unchanged | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -62,28 +62,16 @@ class Value(NamedTuple):
         return self.number is not None
 
 
-@dataclass(frozen=True)
-class TensorSlot:
-    """A captured tensor: what it is called, what it is, and which captured thing it is, where a call finds it again."""
-
-    name: str
-    tensor: Tensor
-    element: ElementType
-    leaf: int | None
-
-    @property
-    def learned(self) -> bool:
-        """Whether a gradient is wanted."""
-        return self.tensor.requires_grad
+Kind = TypeVar("Kind", ElementType, ScalarType)
 
 
 @dataclass(frozen=True)
-class ParamSlot:
-    """A captured number, or tensor without dimensions; ``recipe`` tells a later call how to find its value."""
+class Slot(Generic[Kind]):
+    """A captured tensor, or a captured number, as a param: what it is called and is, and how a later call finds it."""
 
     name: str
-    type: ScalarType
-    value: int | float | Tensor
+    type: Kind
+    value: Any
     recipe: Recipe
 
     @property
@@ -98,7 +86,8 @@ class Session:
 
     ``dispatch`` answers operators of symbolic tensors; ``function`` is what the mod called last. ``leaves`` are the
     captured tensors by identity, with their place among all that was captured; ``names`` what they are called.
-    ``settled``: nothing was computed of captured tensors, so that a later call may skip the trace.
+    ``settled``: nothing was computed of captured tensors, so that a later call may skip the trace. ``alive`` are
+    tensors whose identity stands for them.
     """
 
     device: torch.device
@@ -106,15 +95,15 @@ class Session:
     guards: Guards
     leaves: dict[int, int]
     names: dict[int, str]
-    tensors: list[TensorSlot] = field(default_factory=list)
-    params: list[ParamSlot] = field(default_factory=list)
+    tensors: list[Slot[ElementType]] = field(default_factory=list)
+    params: list[Slot[ScalarType]] = field(default_factory=list)
     settled: bool = True
     constants: dict[int, bool | int | float] = field(default_factory=dict)
     function: str = ""
     is_over: bool = False
+    alive: list[Tensor] = field(default_factory=list)
     _slots: dict[int, int] = field(default_factory=dict)
     _by_recipe: dict[Recipe, int] = field(default_factory=dict)
-    _alive: list[Tensor] = field(default_factory=list)
 
     # -- operands
 
@@ -193,11 +182,7 @@ class Session:
     def remember(self, x: Tensor, value: bool | int | float) -> None:
         """A tensor without dimensions that the mod made of a constant."""
         self.constants[id(x)] = value
-        self._alive.append(x)
-
-    def remember_alive(self, x: Tensor) -> None:
-        """Keep a tensor that the mod computed, whose identity stands for it."""
-        self._alive.append(x)
+        self.alive.append(x)
 
     def check_detached(self, x: Symbolic, way: str) -> None:
         """Refuse a value without its gradient, where there is one: the derivatives of a kernel leave nothing out."""
@@ -245,24 +230,26 @@ class Session:
         self._check_readable(x)
         scalar = FLOAT if x.dtype.is_floating_point else INT
         if id(x) not in self._slots:
-            leaf = self.leaves.get(id(x))
-            self._alive.append(x)
-            recipe = ("derived", id(x)) if leaf is None else ("leaf", leaf)
-            self.settled &= leaf is not None
-            self._slots[id(x)] = self._param(self.names.get(id(x), ""), scalar, x, recipe)
+            self._slots[id(x)] = self._param(self.names.get(id(x), ""), scalar, x, self._recipe(x))
         symbol = param_symbol(self._slots[id(x)], scalar)
         return Value(convert(symbol, BOOL) if x.dtype is torch.bool else symbol, x.dtype)
 
     def _param(self, name: str, scalar: ScalarType, value: int | float | Tensor, recipe: Recipe) -> int:
-        self.params.append(ParamSlot(name, scalar, value, recipe))
+        self.params.append(Slot(name, scalar, value, recipe))
         return len(self.params) - 1
+
+    def _recipe(self, x: Tensor) -> Recipe:
+        leaf = self.leaves.get(id(x))
+        self.alive.append(x)
+        self.settled &= leaf is not None
+        return ("derived", id(x)) if leaf is None else ("leaf", leaf)
 
     # -- captured tensors
 
     def load(self, tensor: Tensor, indices: Sequence[Expr]) -> Value:
         """One element of a captured tensor."""
         number = self.slot(tensor)
-        element = self.tensors[number].element
+        element = self.tensors[number].type
         load = Load(element.scalar, tensor=f"t{number}", indices=tuple(indices), span=current_place())
         return Value(load, tensor.dtype)
 
@@ -270,12 +257,9 @@ class Session:
         """The number of a captured tensor, which is declared when it is first read."""
         if id(tensor) not in self._slots:
             self._check_readable(tensor)
-            self._alive.append(tensor)
-            leaf = self.leaves.get(id(tensor))
-            self.settled &= leaf is not None
             element = _ELEMENTS[_CONVERTED.get(tensor.dtype, tensor.dtype)]
             self._slots[id(tensor)] = len(self.tensors)
-            self.tensors.append(TensorSlot(self.names.get(id(tensor), ""), tensor, element, leaf))
+            self.tensors.append(Slot(self.names.get(id(tensor), ""), element, tensor, self._recipe(tensor)))
         return self._slots[id(tensor)]
 
     def called(self, tensor: Tensor) -> str:

@@ -29,7 +29,7 @@ from flashgen.plan.arguments import argument_fields
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import Pins
 from flashgen.targets.cpu.device import local_cpu
-from flashgen.targets.cpu.plan import plan_jvp
+from flashgen.targets.cpu.plan import plan_cpu
 from flashgen.targets.cpu.target import CpuTarget
 from flashgen.targets.cpu.tiles import CpuPlan
 from flashgen.toolchains.cpp import Binary, CompileFailed, CompilerMissing, compile_sources, find_compiler
@@ -131,7 +131,7 @@ class CpuProvider:
         found = explain_cpu(name, choices.variant, self.device, asked, plan, symbol, pins.reasons)
         if not any(self.takes_tangents):
             return found
-        of_tangents = (plan_jvp(each(choices.variant), self.device) for each in (with_tangent, with_slopes))
+        of_tangents = (plan_cpu(each(choices.variant), self.device) for each in (with_tangent, with_slopes))
         forward, backward = (explain_jvp(self.device, asked, plan, symbol) for plan in of_tangents)
         return replace(found, jvp=forward, jvp_backward=backward)
 
@@ -139,7 +139,7 @@ class CpuProvider:
         """A library of its own, compiled when tangents are first asked for; its tiles are the planner's own."""
         own = self.choices[head_dim].variant
         variant = with_tangent(own) if kind is FORWARD_MODE else with_slopes(own)
-        source = self.target.emit_jvp(variant)
+        source = self.target.emit(variant, self.target.plan(variant))
         (binary,) = compile_sources([source])
         fields = argument_fields(variant.spec, variant.kind)
         return load_forward_mode(binary.path, source.symbol, fields, kind.passes[0])

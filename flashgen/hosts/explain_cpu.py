@@ -16,7 +16,7 @@ from flashgen.plan.plan import Tiles
 from flashgen.targets.cpu import cost as cpu_cost
 from flashgen.targets.cpu.device import Cpu
 from flashgen.targets.cpu.products import Products
-from flashgen.targets.cpu.tiles import CpuJvpPlan, CpuPlan
+from flashgen.targets.cpu.tiles import CpuPlan
 
 
 def explain_cpu(
@@ -52,10 +52,10 @@ def explain_cpu(
     )
 
 
-def explain_jvp(device: Cpu, asked: AskedCall, plan: CpuJvpPlan, symbol: str) -> ExplainedPass:
+def explain_jvp(device: Cpu, asked: AskedCall, plan: CpuPlan, symbol: str) -> ExplainedPass:
     """The kernel of forward mode, were the call's tangents asked for, or that of its backward pass."""
-    products, tile = plan.of_call(device, asked.element, asked.shape)
-    return _told(plan.name, products, tile, device, symbol, asked.threads)
+    ((name, (products, tile)),) = plan.of_call(device, asked.element, asked.shape).items()
+    return _told(name, products, tile, device, symbol, asked.threads)
 
 
 def _told(name: str, products: Products, tile: Tiles, device: Cpu, symbol: str, threads: int) -> ExplainedPass:

@@ -7,6 +7,7 @@ nobody fixed) is an activation: the caller passes it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,11 +17,11 @@ from torch import Tensor
 
 from flashgen.analysis.differentiate import derivative
 from flashgen.diagnostics import quoted_list
-from flashgen.ir.expr import Expr, Literal, Load, Symbol, SymbolKind, literal, size, substitute, walk
+from flashgen.ir.expr import Expr, Literal, Load, Symbol, SymbolKind, size, substitute, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.op.conversion import as_number
 from flashgen.op.signature import TORCH_DTYPES
-from flashgen.reference.dense import constant_number
+from flashgen.reference.dense import constant_number, known_values
 
 # How a Parameter gets its values: a number, a tensor of its shape, or a function that fills it (``torch.nn.init``'s).
 Initial = float | Tensor | Callable[[Tensor], object]
@@ -58,7 +59,7 @@ def learned_values(
     ``initial`` replaces initial values by name. Raises ``ValueError`` for a name that is not owned, a tensor of another
     shape, a shape that is not one, and a param that nothing gives a value.
     """
-    known: dict[Expr, Expr] = {size(name): literal(value) for name, value in sizes.items()}
+    known = known_values(sizes)
     found = []
     for tensor in spec.tensors:
         extents = _extents(tensor, known)
@@ -93,7 +94,7 @@ def _initial_tensor(spec: AttentionSpec, tensor: CapturedTensor) -> Initial:
         return 0.0  # read by a sink or by weights alone
     if tensor.shape == (size("H"),) and any(_reads_positions(derivative(spec.score, read)) for read in reads):
         return _alibi_slopes
-    return _small_normal
+    return functools.partial(torch.nn.init.normal_, std=_BIAS_DEVIATION)
 
 
 def _reads_positions(expr: Expr) -> bool:
@@ -104,10 +105,6 @@ def _alibi_slopes(parameter: Tensor) -> None:
     """2^(-8 (h + 1) / H), as ALiBi has them where H is a power of two."""
     heads = parameter.shape[0]
     parameter.copy_(torch.exp2(-8.0 * torch.arange(1, heads + 1) / heads))
-
-
-def _small_normal(parameter: Tensor) -> None:
-    parameter.normal_(0.0, _BIAS_DEVIATION)
 
 
 def _initial_param(param: Param, known: Mapping[Expr, Expr]) -> Initial:

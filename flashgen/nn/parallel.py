@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from flashgen.nn.attention import Attention
-from flashgen.op.dtensor_captured import Indexed
+from flashgen.op.dtensor_captured import indexed
 
 
 class HeadParallel(ParallelStyle):
@@ -65,7 +65,7 @@ class HeadParallel(ParallelStyle):
 def _shard_learned(_: str, module: nn.Module, mesh: DeviceMesh) -> None:
     assert isinstance(module, Attention)
     spec, ranks = module.op.spec, mesh.size()
-    exact = {tensor.name: Indexed.of(spec, tensor).exact for tensor in spec.tensors}
+    exact = {tensor.name: indexed(spec, tensor) for tensor in spec.tensors}
     for name, parameter in list(module.named_parameters(recurse=False)):
         placement: Placement = Replicate()
         for dim, axis in exact.get(name, {}).items():

@@ -66,7 +66,7 @@ def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor)
         return _by_operators(cache, *written)
     if checks_lengths():
         _name_what_lies_outside(cache, k_cache, new)
-        _check_places(_longer(cache, new), k_cache, new)
+        _check_places(*_places(cache, k_cache, new)[1:])
     arguments = (cache.lengths, cache.entries, cache.blocks, cache.k_factors, cache.v_factors, *written)
     if is_compiling() or not lies_in_memory((cache.lengths, *written)):
         filled: Tensor = getattr(getattr(torch.ops, NAMESPACE), _OPERATOR)(*arguments)
@@ -78,29 +78,25 @@ def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor)
     return replace(cache, lengths=filled)
 
 
-def written(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> tuple[Cache, Tensor]:
-    """The same unseen by autograd, as a cache would hold the graphs of all steps; and k_cache for who reads it.
+def written(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> tuple[Cache, Tensor, Tensor]:
+    """The same unseen by autograd, as a cache would hold the graphs of all steps; and the caches for who reads them.
 
     There are no gradients; who asks for those of k and v is told so, as the call's keys require one.
     """
     is_watched = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
     if not is_watched or is_compiling() or transforming():
-        return append(cache, k_cache, v_cache, k, v), k_cache
+        return append(cache, k_cache, v_cache, k, v), k_cache, v_cache
     with torch.no_grad():
         cache = append(cache, k_cache, v_cache, k, v)
-    return cache, k_cache.detach().requires_grad_()
+    return cache, k_cache.detach().requires_grad_(), v_cache
 
 
 # -- by PyTorch's operators --------------------------------------------------------------------------------------------
 
 
-def _longer(cache: Cache, new: int) -> Cache:
-    return replace(cache, lengths=cache.lengths + new)
-
-
 def _places(cache: Cache, k_cache: Tensor, new: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the last rows of each sequence: their numbers, their entry or page, and where they lie in it."""
-    places = (cache.lengths - new)[:, None].long() + torch.arange(new, device=k_cache.device)
+    """Of the new rows of each sequence: their numbers, their entry or page, and where they lie in it."""
+    places = cache.lengths[:, None].long() + torch.arange(new, device=k_cache.device)
     if not cache.is_paged:
         return places, cache.in_numbers().entries.long()[:, None].expand(places.shape), places
     page = k_cache.shape[2]
@@ -108,10 +104,9 @@ def _places(cache: Cache, k_cache: Tensor, new: int) -> tuple[Tensor, Tensor, Te
     return places, cache.blocks.long().gather(1, columns), places % page
 
 
-def _check_places(cache: Cache, k_cache: Tensor, new: int) -> None:
-    _, outer, inner = _places(cache, k_cache, new)
-    differ = functools.partial(_differ, outer, inner)
-    require(differ, outer, "two rows of k and v lie at the same place of the cache")
+def _check_places(outer: Tensor, inner: Tensor) -> None:
+    at = (outer * (2**31) + inner).flatten().sort().values
+    require((at[1:] != at[:-1]).all(), "two rows of k and v lie at the same place of the cache")
 
 
 def _name_what_lies_outside(cache: Cache, k_cache: Tensor, new: int) -> None:
@@ -125,18 +120,16 @@ def _name_what_lies_outside(cache: Cache, k_cache: Tensor, new: int) -> None:
 def _by_operators(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Cache:
     """The same; a row without a place stops a GPU before one is written."""
     check_caches(k_cache, v_cache, in_memory=not is_compiling() and lies_in_memory((k_cache, v_cache)))
-    new, given = k.shape[2], cache
-    cache = _longer(cache, new)
+    new, capacity = k.shape[2], cache.capacity(k_cache)
     places, outer, inner = _places(cache, k_cache, new)
-    capacity = cache.capacity(k_cache)
-    inside = functools.partial(_inside, places, outer, capacity, k_cache.shape[0])
+    inside = (places >= 0) & (places < capacity) & (outer >= 0) & (outer < k_cache.shape[0])
     try:
-        require(inside, places, f"rows of k and v lie outside of the cache, of {capacity} rows a sequence")
+        require(inside.all(), f"rows of k and v lie outside of the cache, of {capacity} rows a sequence")
     except ValueError:
-        _name_what_lies_outside(given, k_cache, new)
+        _name_what_lies_outside(cache, k_cache, new)
         raise
     if not k.is_cuda:
-        _check_places(cache, k_cache, new)
+        _check_places(outer, inner)
     # Positions, then heads: indices that stand side by side are what torch.vmap maps.
     for cached, x, factors in ((k_cache, k, cache.k_factors), (v_cache, v, cache.v_factors)):
         rows = cached.transpose(1, 2)
@@ -145,16 +138,7 @@ def _by_operators(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: 
             rows.view(torch.uint8)[outer, inner] = own.view(torch.uint8).transpose(1, 2)
         else:
             rows[outer, inner] = x.transpose(1, 2)
-    return cache
-
-
-def _inside(places: Tensor, outer: Tensor, capacity: int, count: int) -> Tensor:
-    return ((places >= 0) & (places < capacity) & (outer >= 0) & (outer < count)).all()
-
-
-def _differ(outer: Tensor, inner: Tensor) -> Tensor:
-    at = (outer * (2**31) + inner).flatten().sort().values
-    return (at[1:] != at[:-1]).all()
+    return replace(cache, lengths=cache.lengths + new)
 
 
 # -- by the kernel -----------------------------------------------------------------------------------------------------

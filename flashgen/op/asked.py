@@ -7,7 +7,6 @@ those of a call, and raise what it raises.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,12 +23,8 @@ from flashgen.reference.philox import drop_threshold
 _TYPES = {dtype: element for element, dtype in TORCH_DTYPES.items()}
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A call to explain, and what hosts are told of it."""
-
-    call: Call
-    told: AskedCall
+# A call to explain, and what hosts are told of it.
+Asked = tuple[Call, AskedCall]
 
 
 def ask(engine: Engine, tensors: Sequence[Any], rest: Rest, dropout_p: Any, device: torch.device) -> Asked:
@@ -61,24 +56,7 @@ def ask(engine: Engine, tensors: Sequence[Any], rest: Rest, dropout_p: Any, devi
         values=values,
         params=known,
     )
-    return Asked(call, told)
-
-
-def ask_of_cache(
-    engine: Engine,
-    tensors: Sequence[Any],
-    block_table: Tensor | None,
-    numbers: Sequence[int | None],
-    splits: int,
-    device: torch.device,
-) -> Asked:
-    """The same of a call over a cache, whose ``engine`` this is. ``numbers`` place it in the whole."""
-    k = tensors[1]
-    if block_table is not None and block_table.dim() != 2:
-        raise ValueError(f"'block_table' has shape {list(block_table.shape)}; i32[B, P] is expected")
-    columns = 0 if block_table is None else block_table.shape[1]
-    rest: Any = (*numbers, k.shape[2] * max(columns, 1), columns, splits), False
-    return ask(engine, tensors, rest, 0.0 if engine.signature.has_dropout else None, device)
+    return call, told
 
 
 def placed(x: Any, device: torch.device) -> Any:

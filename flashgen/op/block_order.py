@@ -16,7 +16,7 @@ from flashgen.hosts.kernel import KernelProvider
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.by_blocks import BY_BLOCKS
-from flashgen.op.call import Attended, Call, Rest, Tensors
+from flashgen.op.call import Attended, Rest, Tensors
 from flashgen.op.engine import Engine
 from flashgen.op.selected import check_numbers
 from flashgen.plan.by_blocks import BlockOrder, block_order
@@ -27,21 +27,26 @@ class CallsByBlocks:
 
     def __init__(self, spec: AttentionSpec, kernels: Mapping[str, KernelProvider | None]) -> None:
         assert spec.select is not None, "keys are selected"
-        self.spec, self._engine, self._select = spec, Engine(spec, kernels, kind=BY_BLOCKS), spec.select
-        self._listed = 3 + next(n for n, each in enumerate(spec.tensors) if each.name == spec.select.tensor)
+        self._engine, self._select = Engine(spec, kernels, kind=BY_BLOCKS), spec.select
+        self._listed = 3 + [each.name for each in spec.tensors].index(spec.select.tensor)
 
     def order(self, tensors: Tensors, rest: Rest) -> BlockOrder | None:
         """The order of a call; None where it is not by blocks."""
-        return self._order(self._engine.checker.find(tensors, rest), tensors)
+        call = self._engine.checker.find(tensors, rest)
+        shard = call.shard
+        if call.is_empty or call.kernel is None or shard.kv_start != 0 or shard.kv_len != shard.totals()[3]:
+            return None
+        shape = Shape(shard.batch, shard.heads, shard.kv_heads, shard.q_len, shard.kv_len)
+        numbers = tensors[self._listed].shape[-1]
+        return block_order(shape, numbers, self._select.block, call.head_dim, tensors[0].element_size())
 
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool) -> Attended | None:
         """``o``, ``lse`` and its parts; None where the call is not by blocks."""
-        call, q = self._engine.checker.find(tensors, rest), tensors[0]
-        order = self._order(call, tensors)
+        order = self.order(tensors, rest)
         if order is None:
             return None
-        named = {each.name: x for each, x in zip(self.spec.tensors, tensors[3:], strict=False)}
-        check_numbers(self._select, named, call.sizes)
+        call, q = self._engine.checker.find(tensors, rest), tensors[0]
+        check_numbers(self._select, tensors[self._listed], call.sizes)
         o = torch.empty_strided(*call.o, dtype=call.written, device=call.device)
         lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
         parts = torch.empty_strided(*call.lse_parts, dtype=torch.float32, device=call.device) if keeps_lse else None
@@ -53,11 +58,3 @@ class CallsByBlocks:
             numbers: Any = (given[0] + first, *given[1:4], q_total, *given[5:])
             self._engine.attend((q[:, :, own], *tensors[1:]), (numbers, rest[1]), into=into)  # type: ignore[arg-type]
         return o, lse, parts
-
-    def _order(self, call: Call, tensors: Tensors) -> BlockOrder | None:
-        shard = call.shard
-        if call.is_empty or call.kernel is None or shard.kv_start != 0 or shard.kv_len != shard.totals()[3]:
-            return None
-        shape = Shape(shard.batch, shard.heads, shard.kv_heads, shard.q_len, shard.kv_len)
-        numbers = tensors[self._listed].shape[-1]
-        return block_order(shape, numbers, self._select.block, call.head_dim, tensors[0].element_size())

@@ -239,10 +239,7 @@ class CachedCall(Taken):
         return [(length, length) for length, _ in self.found]
 
     def problems(self, spec: AttentionSpec) -> Iterator[OneProblem]:
-        """Each sequence that gives anything."""
-        cache = self.cache.in_numbers()
-        for number, shard, rows in cached_sequences(spec, self.call.shard, cache, self.found, self.tensors[:3]):
-            yield number, shard, rows, functools.partial(_of_sequence, number)
+        return problems(spec, self.call.shard, self.cache.in_numbers(), self.found, self.tensors)
 
 
 def take(checker: CallChecker, tensors: Tensors, rest: Rest, _derives: bool) -> CachedCall:
@@ -275,11 +272,11 @@ def _of_sequence(number: int, place: Place, x: Any) -> Any:
     return x if place is Place.WHOLE or x is None else x[number][None]
 
 
-def cached_sequences(
+def problems(
     spec: AttentionSpec, whole: Shard, cache: Cache, found: Sequence[tuple[int, int]], tensors: Sequence[Tensor]
-) -> Iterator[tuple[int, Shard, tuple[Tensor, Tensor, Tensor]]]:
-    """Each sequence that gives anything: its number, its place, and q, k and v as a dense call takes them."""
-    q, k, v = tensors
+) -> Iterator[OneProblem]:
+    """Each sequence that gives anything. ``cache`` is ``in_numbers``."""
+    q, k, v = tensors[:3]
     b_total, h_total, _, _ = whole.totals()
     for number, (length, padding) in enumerate(found):
         shard = Shard(
@@ -288,4 +285,5 @@ def cached_sequences(
             b_total=b_total, h_total=h_total, q_total=length, kv_total=length,
         )  # fmt: skip
         if not tiled.gives_nothing(spec, shard):
-            yield number, shard, (q[number][None], *cache.sequence(k, v, number, length, padding))
+            rows = (q[number][None], *cache.sequence(k, v, number, length, padding))
+            yield number, shard, rows, functools.partial(_of_sequence, number)

@@ -193,7 +193,7 @@ class CallChecker:
             on_host = {
                 param.name: x for param, value, x in each if self._host_params or not self.is_fetched(call, value)
             }
-            self.indices.check_params(call.head_dim, call.sizes, on_host)
+            self.indices.check(call.head_dim, call.sizes, on_host)
         return found
 
     def _with_defaults(self, call: Call, values: Sequence[float | None]) -> tuple[float, ...]:
@@ -214,27 +214,11 @@ class CallChecker:
         """The drop probability in force. Raises ``ValueError`` outside [0, 1)."""
         if given is not None:
             check_scalar(given, "'dropout_p'", call.device)
-            probability = float(given.item())
-        else:
-            names = (param.name for param in self.spec.params)
-            probability = drop_probability(self.spec, dict(zip(names, params, strict=True)), call.sizes)
-        check_probability("dropout_p" if given is not None else "dropout", probability)
-        return probability
+        names = (param.name for param in self.spec.params)
+        return probability_in_force(self.spec, dict(zip(names, params, strict=True)), call.sizes, given)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], rest: Rest, threads: int) -> Call:
         shard, sizes = self.checks.shapes(self.spec, q, k, v, tensors, rest[0])
-        head_dim, kernel = self.check_what_runs(q, k, v, tensors)
-        if not self.kind.by_sequence:  # else by the lengths of each sequence
-            self.indices.check(head_dim, sizes)
-        return self._made(q, k, v, tensors, shard, sizes, kernel, rest, threads)
-
-    def check_what_runs(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]
-    ) -> tuple[HeadDim, Kernel | None]:
-        """The head dimension and the kernel of a call; None where the reference runs.
-
-        Raises ``ValueError`` and ``TypeError`` for a head dimension, types and devices that the op is not built for.
-        """
         if q.is_meta:
             raise NoMemoryError("tensors on 'meta' hold no numbers")
         head_dim = HeadDim(q.shape[-1], v.shape[-1])
@@ -243,33 +227,9 @@ class CallChecker:
             stated = f"'{self.spec.name}' is built for {dims}, as its statement `head_dim` says"
             raise ValueError(f"the head dimension is {head_dim}; {stated}")
         self.check_types(q, k, v, tensors)
-        provider = self._kernels.get(q.device.type)
-        dense = None if provider is None else provider(head_dim, q.device.index or 0)
-        return head_dim, dense if dense is None or self.kind is DENSE else self._of_kind(dense, q)
-
-    def _of_kind(self, dense: Kernel, q: Tensor) -> Kernel | None:
-        """The kernel of these calls, by that of dense ones, which writes sums where their type is that of q."""
-        return dense if self.kind.parts and self.written(q.dtype) is q.dtype else dense.of(self.kind)
-
-    def check_types(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> None:
-        """Raise ``ValueError`` and ``TypeError`` for types and devices that the op is not built for."""
-        self._check_types(self.checks.of_one_type(self.spec, self.dtypes, q, k, v))
-        self._check_device(q)
-        for declared, tensor in zip(self.spec.tensors, tensors, strict=True):
-            check_captured_type(declared, tensor)
-
-    def _made(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tensors: Sequence[Tensor],
-        shard: Shard,
-        sizes: Mapping[str, int],
-        kernel: Kernel | None,
-        rest: Rest,
-        threads: int,
-    ) -> Call:
+        kernel = self.kernel(q, v)
+        if not self.kind.by_sequence:  # else by the lengths of each sequence
+            self.indices.check(head_dim, sizes)
         settled: Sequence[float] = ()
         written = self.written(q.dtype)
         o = self.layout(q, (*q.shape[:-1], v.shape[-1]))
@@ -286,7 +246,7 @@ class CallChecker:
         rows = self.kind.rows(q)
         return Call(
             shard,
-            HeadDim(q.shape[-1], v.shape[-1]),
+            head_dim,
             sizes,
             # Sequences may be said to be as long as ever, and have no rows.
             shard.is_empty or (self.kind.ragged and 0 in (q.shape[0], k.shape[0])),
@@ -309,6 +269,40 @@ class CallChecker:
             threads,
         )
 
+    def kernel(self, q: Tensor, v: Tensor) -> Kernel | None:
+        """The kernel of these calls, by that of dense ones, which writes sums where their type is that of q."""
+        dense = self.dense_kernel(q, v)
+        if dense is None or self.kind is DENSE or (self.kind.parts and self.written(q.dtype) is q.dtype):
+            return dense
+        return dense.of(self.kind)
+
+    def dense_kernel(self, q: Tensor, v: Tensor) -> Kernel | None:
+        """The kernel of dense calls of tensors like these, if there is one."""
+        provider, head_dim = self._kernels.get(q.device.type), HeadDim(q.shape[-1], v.shape[-1])
+        if provider is None or head_dim not in self.spec.head_dims:
+            return None
+        return provider(head_dim, q.device.index or 0)
+
+    def check_types(self, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Raise ``ValueError`` and ``TypeError`` for types and devices that the op is not built for."""
+        alike = self.checks.of_one_type(self.spec, self.dtypes, q, k, v)  # none if each was checked
+        for name, tensor in zip(self.checks.keys_and_values, alike[1:], strict=False):
+            if tensor.dtype is not q.dtype:
+                together = "q, {} and {}".format(*self.checks.keys_and_values)
+                raise TypeError(f"'{name}' is {tensor.dtype}, but 'q' is {q.dtype}; {together} share one type")
+        if alike and q.dtype not in self._accepted:
+            known = ", ".join(str(each) for each in self._accepted)
+            hint = "; 8 bits are for dense calls, and for the caches of op.decode" if q.dtype is F8 else ""
+            raise TypeError(f"q, k and v are {q.dtype}; '{self.spec.name}' is built for {known}{hint}")
+        if not self._is_reference and q.device.type not in self._kernels:
+            known = " and ".join(kind.upper() for kind in self._kernels)
+            raise ValueError(
+                f"q, k and v are on {q.device}; this build of '{self.spec.name}' runs on {known} tensors "
+                "(backend='reference' runs on any device)"
+            )
+        for declared, tensor in zip(self.spec.tensors, tensors, strict=True):
+            check_captured_type(declared, tensor)
+
     def written(self, dtype: torch.dtype) -> torch.dtype:
         """The type of o and of gradients, where q, k and v have this one."""
         if self.kind.parts:
@@ -319,30 +313,16 @@ class CallChecker:
         """How a result of this shape lies that belongs to ``x``; kernels that add up parts take contiguous ones."""
         return packed_layout(*shape) if self.kind.parts else layout_like(x, shape)
 
-    def _check_types(self, tensors: Sequence[Tensor]) -> None:
-        """``tensors``: q, k and v, or those of them that share one type; none if each was checked."""
-        for name, tensor in zip(self.checks.keys_and_values, tensors[1:], strict=False):
-            if tensor.dtype is not tensors[0].dtype:
-                together = "q, {} and {}".format(*self.checks.keys_and_values)
-                raise TypeError(f"'{name}' is {tensor.dtype}, but 'q' is {tensors[0].dtype}; {together} share one type")
-        if tensors and tensors[0].dtype not in self._accepted:
-            known, dtype = ", ".join(str(each) for each in self._accepted), tensors[0].dtype
-            hint = "; 8 bits are for dense calls, and for the caches of op.decode" if dtype is F8 else ""
-            raise TypeError(f"q, k and v are {dtype}; '{self.spec.name}' is built for {known}{hint}")
 
-    def _check_device(self, q: Tensor) -> None:
-        if not self._is_reference and q.device.type not in self._kernels:
-            known = " and ".join(kind.upper() for kind in self._kernels)
-            raise ValueError(
-                f"q, k and v are on {q.device}; this build of '{self.spec.name}' runs on {known} tensors "
-                "(backend='reference' runs on any device)"
-            )
-
-
-def check_probability(name: str, probability: float) -> None:
-    """Raise ``ValueError`` where this is no drop probability."""
+def probability_in_force(
+    spec: AttentionSpec, params: Mapping[str, float], sizes: Mapping[str, int], given: Tensor | None = None
+) -> float:
+    """The drop probability that is given, or else the spec's. Raises ``ValueError`` outside [0, 1)."""
+    probability = drop_probability(spec, params, sizes) if given is None else float(given.item())
     if not 0.0 <= probability < 1.0:
+        name = "dropout" if given is None else "dropout_p"
         raise ValueError(f"'{name}' is {probability}; a drop probability lies in [0, 1)")
+    return probability
 
 
 def is_readable(kernel: Kernel, x: Tensor) -> bool:

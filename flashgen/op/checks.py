@@ -21,7 +21,7 @@ from flashgen.ir.text import text
 from flashgen.kinds.cached import CACHED
 from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.kinds.ragged import RAGGED
-from flashgen.op.conversion import Offsets
+from flashgen.op.conversion import Offsets, check_device
 from flashgen.op.eight_bits import F8
 from flashgen.op.signature import ELEMENTS, TORCH_DTYPES
 from flashgen.reference.dense import constant_number
@@ -38,7 +38,7 @@ def check_shapes(
     for name, tensor, form in (("q", q, "[B, H, Nq, D]"), ("k", k, "[B, Hkv, Nk, D]"), ("v", v, "[B, Hkv, Nk, Dv]")):
         if tensor.dim() != 4:
             raise ValueError(f"'{name}' has shape {list(tensor.shape)}; {form} is expected")
-        _check_same_device(name, tensor, q)
+        check_device(f"'{name}'", tensor, q.device)
     batch, heads, q_len, qk = q.shape
     kv_heads, kv_len = k.shape[1:3]
     match("k", k, 0, batch, "the batch size of q")
@@ -70,7 +70,7 @@ def check_ragged(
     """The same of a batch as long as its longest sequences, of whose lengths and number ``numbers`` end with."""
     b_start, h_start, b_total, h_total, max_q, max_k, count = numbers
     for name, tensor in (("k", k), ("v", v)):
-        _check_same_device(name, tensor, q)
+        check_device(f"'{name}'", tensor, q.device)
     match("k", k, 2, q.shape[2], "the head dimension of q")
     match("v", v, 1, k.shape[1], "the number of heads of k")
     match("v", v, 0, k.shape[0], "the rows of k")
@@ -99,7 +99,9 @@ def check_cached(
 
 
 def _sized(spec: AttentionSpec, shard: Shard, q: Tensor, v: Tensor, tensors: Sequence[Tensor]) -> Sizes:
-    check_shard(spec, shard)
+    shard.check()
+    if reads_key_heads(spec):
+        shard.check_groups()
     sizes = shard.sizes(q.shape[-1], v.shape[-1])
     for declared, tensor in zip(spec.tensors, tensors, strict=True):
         check_captured(declared, tensor, sizes, q.device)
@@ -111,21 +113,11 @@ def _check_heads(heads: int, kv_heads: int, whose: str = "k") -> None:
         raise ValueError(f"q has {heads} heads and {whose} has {kv_heads}; H must be a multiple of Hkv")
 
 
-def _check_same_device(name: str, x: Tensor, q: Tensor) -> None:
-    if x.device != q.device:
-        raise ValueError(f"'{name}' is on {x.device}, but 'q' is on {q.device}")
-
-
-def check_shard(spec: AttentionSpec, shard: Shard) -> None:
-    """Raise ``ValueError`` where offsets do not fit, with each other or with what the spec reads."""
-    shard.check()
-    if _reads_key_heads(spec):
-        shard.check_groups()
-
-
 @functools.lru_cache(maxsize=256)
-def _reads_key_heads(spec: AttentionSpec) -> bool:
+def reads_key_heads(spec: AttentionSpec) -> bool:
+    """Whether a spec speaks of hkv or Hkv anywhere."""
     read = [*spec.expressions, *(each for tensor in spec.tensors for each in tensor.shape)]
+    read += [each.default for each in spec.params if each.default is not None]
     read += [] if spec.dropout is None else [spec.dropout]
     read += [] if spec.select is None else spec.select.indices
     return not {index("hkv"), size("Hkv")}.isdisjoint(walk(*read))
@@ -144,16 +136,10 @@ def check_captured_type(declared: CapturedTensor, tensor: Tensor) -> None:
         raise TypeError(f"tensor '{declared.name}' is {tensor.dtype}; the spec declares {declared.element} ({wanted})")
 
 
-def check_device(name: str, tensor: Tensor, device: torch.device) -> None:
-    """Raise ``ValueError`` where a captured tensor lies elsewhere than q."""
-    if tensor.device != device:
-        raise ValueError(f"tensor '{name}' is on {tensor.device}, but 'q' is on {device}")
-
-
 def check_captured(declared: CapturedTensor, tensor: Tensor, sizes: Mapping[str, int], device: torch.device) -> None:
     """Raise ``ValueError`` where a captured tensor has another shape than is declared, or lies elsewhere."""
     name = declared.name
-    check_device(name, tensor, device)
+    check_device(f"tensor '{name}'", tensor, device)
     values: dict[Expr, Expr] = {size(each): literal(value) for each, value in sizes.items()}
     wanted = [int(constant_number(substitute(each, values))) for each in declared.shape]
     if list(tensor.shape) != wanted:

@@ -9,11 +9,9 @@ PyTorch's ``_assert_async`` does so when they are there.
 
 from __future__ import annotations
 
-import functools
 import math
 import numbers
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -194,6 +192,12 @@ def check_scalar(x: Tensor, what: str, device: torch.device) -> None:
         raise ValueError(f"{what} is on {x.device}; the CPU or the device of q ({device}) is expected")
 
 
+def check_device(what: str, x: Tensor, device: torch.device) -> None:
+    """Raise ``ValueError`` where a tensor lies elsewhere than q."""
+    if x.device != device:
+        raise ValueError(f"{what} is on {x.device}, but 'q' is on {device}")
+
+
 def converted(x: Tensor, wanted: torch.dtype, what: str, declared: str, *, is_exact: bool = False) -> Tensor:
     """A tensor in the type that the spec declares; its gradient goes back in its own.
 
@@ -208,7 +212,7 @@ def converted(x: Tensor, wanted: torch.dtype, what: str, declared: str, *, is_ex
     if not (_holds_all(wanted, x.dtype) or x.is_meta or x.layout is not torch.strided or base.numel() == 0):
         fits = _fits_float if wanted.is_floating_point else _fits_int
         require(
-            functools.partial(fits, base.detach(), wanted), base,
+            fits(base.detach(), wanted),
             f"{what} is {x.dtype} and holds numbers beyond {declared} ({wanted}), which the spec declares",
         )  # fmt: skip
     return x if is_exact and wanted.is_floating_point else x.to(wanted)
@@ -221,13 +225,13 @@ def unwrapped(x: Tensor) -> Tensor:
     return x
 
 
-def require(holds: Callable[[], Tensor], x: Tensor, otherwise: str) -> None:
-    """Raise ``ValueError`` where values do not meet a condition; later, and a ``RuntimeError``, where nobody waits."""
-    if x.is_cpu and not torch.compiler.is_compiling() and not _len_torch_dispatch_stack():
-        if not holds().item():
+def require(holds: Tensor, otherwise: str) -> None:
+    """Raise ``ValueError`` where a condition does not hold; later, and a ``RuntimeError``, where nobody waits."""
+    if holds.is_cpu and not torch.compiler.is_compiling() and not _len_torch_dispatch_stack():
+        if not holds.item():
             raise ValueError(otherwise)
     else:
-        torch._assert_async(holds(), otherwise)
+        torch._assert_async(holds, otherwise)
 
 
 _INTEGERS = frozenset((

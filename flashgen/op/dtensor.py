@@ -13,7 +13,7 @@ positions and random bits are those of one device. Nothing is gathered that is s
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from flashgen.ir.spec import HeadDim
 from flashgen.kinds.cached import CACHED
 from flashgen.kinds.eight_bits import EIGHT_BITS
-from flashgen.op.checks import check_captured
-from flashgen.op.dtensor_spread import local, made, spread_of
+from flashgen.op.dtensor_spread import spread_of
+from flashgen.op.fakes import fake_forward
 from flashgen.op.lengths import lengths, unseen_lengths
 from flashgen.op.per_sequence import check_numbers
 from flashgen.op.plain import refuse_distributed
@@ -36,16 +36,15 @@ from flashgen.op.signature import Signature
 def _learn(name: str) -> None:
     op, qualified = first_of(name), f"{NAMESPACE}::{name}"
 
-    def forward(_: type, operator: Any, types: object, args: Sequence[Any], kwargs: object) -> Any:  # noqa: ARG001
-        with torch.no_grad():
-            return _forward(op, operator, args)
+    def register(suffix: str, rule: Callable[..., Any]) -> None:
+        def ruled(_: type, operator: Any, types: object, args: Sequence[Any], kwargs: object) -> Any:  # noqa: ARG001
+            with torch.no_grad():
+                return rule(op, operator, args)
 
-    def backward(_: type, operator: Any, types: object, args: Sequence[Any], kwargs: object) -> Any:  # noqa: ARG001
-        with torch.no_grad():
-            return _backward(op, operator, args)
+        torch.library.register_torch_dispatch(f"{qualified}{suffix}", DTensor, ruled)
 
-    torch.library.register_torch_dispatch(qualified, DTensor, forward)
-    torch.library.register_torch_dispatch(f"{qualified}_backward", DTensor, backward)
+    register("", _forward)
+    register("_backward", _backward)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -95,16 +94,12 @@ def _forward(op: Registered, operator: Any, args: Sequence[Any]) -> Any:
     own = spread.tensors(tensors)
     if spread.is_idle:
         _check_idle(op, tensors, own, args[count:-1])
-    found = _nothing(op, own) if spread.is_idle else operator(*own, *spread.numbers, args[-1])
+        found = fake_forward(signature, None, *own)
+    else:
+        found = operator(*own, *spread.numbers, args[-1])
     if not signature.has_lse:
-        return made(found, spread.mesh, spread.o.placements, spread.o.shape)
-    o, lse, parts = found
-    rows = spread.lse.placements
-    return (
-        made(o, spread.mesh, spread.o.placements, spread.o.shape),
-        made(lse, spread.mesh, rows, spread.lse.shape),
-        made(parts, spread.mesh, rows, torch.Size((*spread.lse.shape, 2))),
-    )
+        return spread.results[0].returned(found, spread.mesh)
+    return tuple(each.returned(x, spread.mesh) for each, x in zip(spread.results, found, strict=True))
 
 
 def _backward(op: Registered, operator: Any, args: Sequence[Any]) -> list[Tensor]:
@@ -118,13 +113,12 @@ def _backward(op: Registered, operator: Any, args: Sequence[Any]) -> list[Tensor
     if spread.is_idle:
         found = [torch.zeros_like(x) for x, need in zip(own, needs, strict=False) if need and x is not None]
     else:
-        places = (spread.o.placements, *((spread.lse.placements, spread.o.placements) if first > 1 else ()))
-        places += (spread.lse.placements,) * (first - len(places))
-        rows = [local(x, where) if isinstance(x, DTensor) else x for x, where in zip(arriving, places, strict=True)]
+        o, lse, parts = spread.results
+        rows = [each.passed(x) for each, x in zip((o, lse, o, lse, parts), arriving, strict=False)]
         found = operator(*rows, *own, *spread.numbers, deterministic, needs)
     wanted = [operand for operand, need in zip(spread.operands, needs, strict=False) if need]
     return [
-        x if operand is None else operand.gradient_of(x, spread.mesh) for x, operand in zip(found, wanted, strict=True)
+        x if operand is None else operand.returned(x, spread.mesh) for x, operand in zip(found, wanted, strict=True)
     ]
 
 
@@ -134,41 +128,21 @@ def _check_idle(op: Registered, tensors: Sequence[Any], own: Sequence[Any], numb
     ``own`` are the tensors as this rank has them.
     """
     signature, checker, spec = op.signature, op.engine.checker, op.engine.spec
-    kind, (q, k, v) = signature.kind, tensors[:3]
-    head_dim = HeadDim(q.shape[-1], v.shape[-1])
-    given = dict(zip(kind.numbers, numbers, strict=True))
-    extents = {"b": q.shape[0], "h": q.shape[1], "q": q.shape[-2], "kv": k.shape[-2]}
-    heads, kv_heads = q.shape[1], k.shape[1]
-    pairs: list[tuple[int, int]] = []
-    if kind.ragged:
-        starts, most = own[-2:], (given["max_seqlen_q"], given["max_seqlen_k"])
+    (q, k, v), captured = tensors[:3], tensors[3 : 3 + len(spec.tensors)]
+    pairs: list[tuple[int, int]] | None = None
+    if signature.kind.ragged:
+        starts, most = own[-2:], (numbers[-2], numbers[-1])
         is_seen = not (q.is_cuda and all(x.is_cuda for x in starts)) or checker.lengths.why_seen(own[:-2], most)
         found = (lengths if is_seen else unseen_lengths)(starts[0], starts[1], (q.shape[0], k.shape[0]), most)
-        extents, pairs = {"b": found.count, "h": heads, "q": found.max_q, "kv": found.max_k}, found.pairs
-    sizes = {"D": q.shape[-1], "Dv": v.shape[-1]}
-    for name, letter in (("B", "b"), ("H", "h"), ("Nq", "q"), ("Nk", "kv")):
-        total = given.get(f"{letter}_total")
-        sizes[name] = given.get(f"{letter}_start", 0) + extents[letter] if total is None else total
-    sizes["Hkv"] = sizes["H"] // max(heads // max(kv_heads, 1), 1)
-    checker.check_types(q, k, v, tensors[3 : 3 + len(spec.tensors)])
-    for declared, x in zip(spec.tensors, tensors[3:], strict=False):
-        check_captured(declared, x, sizes, q.device)
-    if kind.ragged:
-        checker.lengths.check(head_dim, sizes, pairs)
-    else:
+        numbers, pairs = (*numbers[:-2], found.max_q, found.max_k, found.count), found.pairs
+    _, sizes = checker.checks.shapes(spec, q, k, v, captured, numbers)
+    checker.check_types(q, k, v, captured)
+    head_dim = HeadDim(q.shape[-1], v.shape[-1])
+    if pairs is None:
         checker.indices.check(head_dim, sizes)
         pairs = [(sizes["Nq"], sizes["Nk"])]
-    values = own[3 + len(spec.tensors) : signature.tensor_arguments - len(kind.tensors)]
+    else:
+        checker.lengths.check(head_dim, sizes, pairs)
+    values = own[3 + len(spec.tensors) : signature.tensor_arguments - len(signature.kind.tensors)]
     for q_len, kv_len in {each for each in pairs if all(each)}:
         check_numbers(spec, values, {**sizes, "Nq": q_len, "Nk": kv_len})
-
-
-def _nothing(op: Registered, own: Sequence[Any]) -> Any:
-    """The results of no row at all."""
-    q, v = own[0], own[2]
-    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    if not op.signature.has_lse:
-        return o
-    rows = op.signature.kind.rows(q)
-    lse = q.new_empty(rows, dtype=torch.float64 if q.dtype is torch.float64 else torch.float32)
-    return o, lse, q.new_empty((*rows, 2), dtype=torch.float32)

@@ -7,7 +7,7 @@ In: a spec, the extents and placements of q, k and v. Out: an axis for each mesh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 from flashgen.ir.spec import AttentionSpec
-from flashgen.op.dtensor_captured import reads
+from flashgen.op.checks import reads_key_heads
 
 STARTS: Mapping[str, str] = {"b": "b", "h": "h", "i": "q"}  # of the names of offsets
 _WORDS: Mapping[str, str] = {"b": "batch elements", "h": "heads", "i": "queries"}
@@ -84,38 +84,25 @@ def heads_of(spec: AttentionSpec, extents: Mapping[str, int], mesh: DeviceMesh, 
     if "h" not in along or not heads or not kv_heads or heads % kv_heads:  # the last is told by the op itself
         return Heads(part_of(kv_heads, mesh, along, "h"), are_shared=False)
     group = heads // kv_heads
-    parts = [
-        (_chunk(heads, mesh.shape, along, at), _chunk(kv_heads, mesh.shape, along, at)) for at in _places(mesh, along)
-    ]
+    # Of coordinates that differ in what shards heads.
+    places = itertools.product(*(range(n if axis == "h" else 1) for n, axis in zip(mesh.shape, along, strict=True)))
+    parts = [(_chunk(heads, mesh.shape, along, at), _chunk(kv_heads, mesh.shape, along, at)) for at in places]
     mine = part_of(heads, mesh, along, "h")
     own = range(mine.start // group, -(-mine.stop // group))
     if all((len(q), q.start) == (group * len(kv), group * kv.start) or not q for q, kv in parts):
         return Heads(part_of(kv_heads, mesh, along, "h"), are_shared=False)
     ranks = f"{heads} query heads of {kv_heads} key/value heads, over {len(parts)} ranks"
-    if not all(_is_grouped(q, group) for q, _ in parts):
+    # A rank has whole groups, or lies in one.
+    if not all(
+        q.start % group == q.stop % group == 0 or q.start // group == (q.stop - 1) // group for q, _ in parts if q
+    ):
         raise ValueError(
             f"{ranks}: a rank would get a part of a group of {group} query heads beside another group; take a number "
             f"of ranks that divides {kv_heads}, or one that {kv_heads} divides and that divides {heads}"
         )
-    if reads(spec, {"hkv"}, {"Hkv"}):
+    if reads_key_heads(spec):
         raise ValueError(f"{ranks}: ranks share key/value heads, and '{spec.name}' reads hkv or Hkv; k, v must not be")
     return Heads(own if mine else range(0), are_shared=True)
-
-
-def _is_grouped(heads: range, group: int) -> bool:
-    """Whether these heads are whole groups, or lie in one."""
-    if not heads:
-        return True
-    if heads.start % group == 0 and heads.stop % group == 0:
-        return True
-    return heads.start // group == (heads.stop - 1) // group
-
-
-def _places(mesh: DeviceMesh, along: Sequence[str | None]) -> Iterator[tuple[int, ...]]:
-    """Coordinates that differ in what shards heads."""
-    return itertools.product(
-        *(range(extent) if axis == "h" else (0,) for extent, axis in zip(mesh.shape, along, strict=True))
-    )
 
 
 def part_of(extent: int, mesh: DeviceMesh, along: Sequence[str | None], axis: str) -> range:

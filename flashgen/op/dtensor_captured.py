@@ -6,12 +6,12 @@ In: a spec, the shapes of a call, the axes that a mesh shards. Out: dimensions o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, literal, size, walk
+from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, literal, rewrite, size, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor
 from flashgen.ir.types import ScalarType
 
@@ -20,26 +20,19 @@ INDICES: Mapping[str, tuple[str, ...]] = {"b": ("b",), "h": ("h", "hkv"), "i": (
 SIZES: Mapping[str, str] = {"b": "B", "h": "H", "hkv": "Hkv", "i": "Nq"}
 
 
-@dataclass(frozen=True)
-class Indexed:
-    """Of a captured tensor the dimensions that every load indexes by an index of the language alone, by its name."""
-
-    exact: Mapping[int, str]
-
-    @classmethod
-    def of(cls, spec: AttentionSpec, tensor: CapturedTensor) -> Indexed:
-        """What the loads of a spec say."""
-        loads = [node for node in walk(*_roots(spec)) if isinstance(node, Load) and node.tensor == tensor.name]
-        exact = {}
-        for dim, extent in enumerate(tensor.shape):
-            for name, letters in SIZES.items():
-                if extent == size(letters) and all(_is_index(load.indices[dim], name) for load in loads):
-                    exact[dim] = name
-        return cls(exact)
+def indexed(spec: AttentionSpec, tensor: CapturedTensor) -> dict[int, str]:
+    """Of a captured tensor the dimensions that every load indexes by an index of the language alone, and its name."""
+    loads = [node for node in walk(*_roots(spec)) if isinstance(node, Load) and node.tensor == tensor.name]
+    return {
+        dim: name
+        for dim, extent in enumerate(tensor.shape)
+        for name, letters in SIZES.items()
+        if extent == size(letters) and all(_is_index(load.indices[dim], name) for load in loads)
+    }
 
 
 def sharded_dims(
-    indexed: Indexed,
+    names: Mapping[int, str],
     x: Any,
     extents: Mapping[str, int],
     along: Sequence[str | None],
@@ -47,15 +40,16 @@ def sharded_dims(
     *,
     shares_heads: bool,
 ) -> dict[int, str]:
-    """The dimensions of a captured tensor that a rank holds its own part of, with their axes; ``shares_heads``: ranks
-    share key/value heads.
+    """The dimensions of a captured tensor that a rank holds its own part of, with their axes.
+
+    ``names`` are those of ``indexed``; ``shares_heads``: ranks share key/value heads.
     """
     if not isinstance(x, DTensor):
         return {}
     found: dict[int, str] = {}
     for placement, axis in zip(x.placements, along, strict=True):
         dim: int | None = getattr(placement, "dim", None)
-        name = indexed.exact.get(-1 if dim is None else dim)
+        name = names.get(-1 if dim is None else dim)
         if dim is None or name is None or axis not in whole or name not in INDICES[axis or ""]:
             continue
         if x.shape[dim] == extents[name] and not (name == "hkv" and shares_heads) and axis not in found.values():
@@ -69,45 +63,29 @@ def is_told_by_tensors_alone(spec: AttentionSpec, axis: str) -> bool:
         return False
     names = INDICES[axis]
     letters = {SIZES[name] for name in names}
-    declared = {tensor.name: tensor for tensor in spec.tensors}
-    for tensor in spec.tensors:
-        for extent in tensor.shape:
-            if extent not in {size(each) for each in letters} and _mentions([extent], set(), letters):
-                return False
-    bare: list[Expr] = [param.default for param in spec.params if param.default is not None]
-    todo: list[Expr] = list(_roots(spec))
-    seen: set[Expr] = set()
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, Load):
-            shape = declared[node.tensor].shape
-            for index, extent in zip(node.indices, shape, strict=True):
-                if not any(_is_index(index, name) and extent == size(SIZES[name]) for name in names):
-                    todo.append(index)
-        elif isinstance(node, Symbol):
-            bare.append(node)
-        else:
-            todo.extend(node.children)
-    return not _mentions(bare, set(names), letters)
+    shapes = {tensor.name: tensor.shape for tensor in spec.tensors}
+
+    def without_parts(node: Expr) -> Expr:
+        if not isinstance(node, Load):
+            return node
+        pairs = zip(node.indices, shapes[node.tensor], strict=True)
+        is_part = [any(_is_index(x, name) and extent == size(SIZES[name]) for name in names) for x, extent in pairs]
+        return replace(node, indices=tuple(literal(0) if n else x for n, x in zip(is_part, node.indices, strict=True)))
+
+    own = {size(each) for each in letters}
+    extents = [extent for shape in shapes.values() for extent in shape if extent not in own]
+    defaults = [param.default for param in spec.params if param.default is not None]
+    read = [rewrite(root, without_parts) for root in _roots(spec)]
+    return not _mentions((*read, *extents, *defaults), set(names), letters)
 
 
 def _roots(spec: AttentionSpec) -> tuple[Expr, ...]:
-    """Everything that a spec evaluates for a pair or a row."""
-    layout = None if spec.layout is None else spec.layout.keep
-    parts = [spec.scale, spec.score, spec.mask, layout, spec.weights.expression, spec.dropout]
-    if spec.select is not None:  # a list is read where its first number stands
-        parts.append(Load(ScalarType.INT, tensor=spec.select.tensor, indices=(*spec.select.indices, literal(0))))
-    return tuple(each for each in parts if each is not None)
-
-
-def reads(spec: AttentionSpec, indices: set[str], letters: set[str]) -> bool:
-    """Whether a spec speaks of these indices or sizes anywhere."""
-    shapes = (extent for tensor in spec.tensors for extent in tensor.shape)
-    defaults = (param.default for param in spec.params if param.default is not None)
-    return _mentions((*_roots(spec), *shapes, *defaults), indices, letters)
+    """Everything that a spec evaluates for a pair or a row; a list is read where its first number stands."""
+    select = spec.select
+    lists = (
+        () if select is None else (Load(ScalarType.INT, tensor=select.tensor, indices=(*select.indices, literal(0))),)
+    )
+    return (*spec.expressions, *(() if spec.dropout is None else (spec.dropout,)), *lists)
 
 
 def _mentions(roots: Iterable[Expr], indices: set[str], letters: set[str]) -> bool:

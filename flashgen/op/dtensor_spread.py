@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from flashgen.kinds.dense import DENSE
 from flashgen.op.dtensor_axes import DENSE_AXES, RAGGED_AXES, STARTS, axis_of, heads_of, part_of
-from flashgen.op.dtensor_captured import Indexed, is_told_by_tensors_alone, sharded_dims
+from flashgen.op.dtensor_captured import indexed, is_told_by_tensors_alone, sharded_dims
 from flashgen.op.layouts import layout_like
 from flashgen.op.registered import Registered
 
@@ -34,25 +34,28 @@ class Cut:
 
 @dataclass(frozen=True)
 class Operand:
-    """How a tensor is passed: placed so, then cut; its gradient is placed as ``gradient`` says."""
+    """How a tensor is passed: placed so, then cut; what is returned for it is placed as ``gradient`` says."""
 
     shape: torch.Size
     placements: Placements
     gradient: Placements
     cuts: tuple[Cut, ...] = ()
 
-    def passed(self, x: Tensor) -> Tensor:
+    def passed(self, x: Any) -> Any:
         """What this rank passes to the operator; tensors that are no DTensors are whole on every rank."""
-        own = local(x, self.placements) if isinstance(x, DTensor) else x
+        own = x
+        if isinstance(x, DTensor):
+            own = (x if x.placements == self.placements else x.redistribute(placements=self.placements)).to_local()
         for cut in self.cuts:
             own = _fitted(own, cut.dim, cut.held, cut.read)
         return own
 
-    def gradient_of(self, x: Tensor, mesh: DeviceMesh) -> DTensor:
-        """The gradient, from that of what was passed."""
+    def returned(self, x: Tensor, mesh: DeviceMesh) -> DTensor:
+        """A result, or the gradient, from that of what was passed."""
         for cut in reversed(self.cuts):
             x = _fitted(x, cut.dim, cut.read, cut.held)
-        return made(x, mesh, self.gradient, self.shape)
+        strides = layout_like(x, self.shape)[1]
+        return DTensor.from_local(x, mesh, self.gradient, run_check=False, shape=self.shape, stride=strides)
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,10 @@ class Spread:
     mesh: DeviceMesh
     operands: tuple[Operand | None, ...]
     numbers: tuple[Any, ...]
-    o: Operand
-    lse: Operand
+    results: tuple[Operand, Operand, Operand]  # o, lse and its parts
     is_idle: bool  # nothing of q lies on this rank
 
-    def tensors(self, given: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def tensors(self, given: Sequence[Any]) -> list[Any]:
         """What this rank passes."""
         return [
             x if x is None or operand is None else operand.passed(x)
@@ -89,7 +91,7 @@ def spread_of(op: Registered, tensors: Sequence[Any], numbers: Sequence[Any]) ->
     ends = {axis: given[f"{STARTS[axis]}_total"] for axis in lies.q}
 
     whole = {axis for axis in lies.q if begins[axis] == 0 and ends[axis] in (None, extents[axis])}
-    captured = [Indexed.of(spec, each) for each in spec.tensors]
+    captured = [indexed(spec, each) for each in spec.tensors]
     sharded = [
         sharded_dims(each, x, extents, along, whole, shares_heads=heads.are_shared)
         for each, x in zip(captured, tensors[3:], strict=False)
@@ -128,7 +130,7 @@ def spread_of(op: Registered, tensors: Sequence[Any], numbers: Sequence[Any]) ->
             next((Shard(dim) for dim, axis in dims.items() if axis == own_axis), Replicate()) for own_axis in along
         )
         parts = []
-        for dim, name in each.exact.items():
+        for dim, name in each.items():
             axis = "h" if name == "hkv" else name
             if axis in along:
                 everything, mine = range(x.shape[dim]), own[name]
@@ -138,29 +140,17 @@ def spread_of(op: Registered, tensors: Sequence[Any], numbers: Sequence[Any]) ->
     for x in tensors[len(operands) :]:
         operands.append(Operand(x.shape, nowhere, added(nowhere)) if isinstance(x, Tensor) else None)
     at_lse = by(lies.lse)
-    o_shape = torch.Size((*q.shape[:-1], v.shape[-1]))
-    lse_shape = torch.Size(kind.rows(q))
+    rows = tuple(kind.rows(q))
+    shapes = ((at_q, (*q.shape[:-1], v.shape[-1])), (at_lse, rows), (at_lse, (*rows, 2)))
+    o, lse, of_lse = (Operand(torch.Size(shape), where, where) for where, shape in shapes)
     idle = any(axis in along and not own[axis] for axis in lies.q)
     return Spread(
         mesh,
         tuple(operands),
         tuple(given[name] for name in kind.numbers),
-        Operand(o_shape, at_q, at_q),
-        Operand(lse_shape, at_lse, at_lse),
+        (o, lse, of_lse),
         idle,
     )
-
-
-def local(x: DTensor, placements: Placements) -> Tensor:
-    """What a rank has of a tensor that is placed so."""
-    placed = x if x.placements == placements else x.redistribute(placements=placements)
-    return placed.to_local()
-
-
-def made(x: Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> DTensor:
-    """The tensor of this shape of which a rank has ``x``."""
-    strides = layout_like(x, shape)[1]
-    return DTensor.from_local(x, mesh, placements, run_check=False, shape=shape, stride=strides)
 
 
 def _fitted(x: Tensor, dim: int, held: range, wanted: range) -> Tensor:

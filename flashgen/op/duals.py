@@ -19,7 +19,7 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
 from flashgen.op.call import Rest
-from flashgen.op.derivatives import known, typed_as
+from flashgen.op.derivatives import How, differentiable, typed_as
 from flashgen.op.plain import lies_in_memory, with_memory
 from flashgen.op.registered import Registered
 
@@ -71,12 +71,12 @@ def _attended(
     if not watched:
         return found.o, found.t_o, found.lse, found.t_lse
     attended = (found.o, found.lse, found.lse_parts)
-    results = apply((op, lambda *_: attended, rest), *own)
+    results = apply((op, lambda *_: attended, rest, op.signature.has_lse), *own)
     o, lse = results[:2] if op.signature.has_lse else (results, None)
     moving = [n for n, x in enumerate(tangents) if x is not None]
     values = (*own, *(tangents[n] for n in moving))
     moved = (found.t_o,) if found.t_lse is None else (found.t_o, found.t_lse)
-    t_o, *t_lse = known(op, op.engine.program.forward(moving), values, rest, moved)
+    t_o, *t_lse = differentiable(How(op, op.engine.program.forward(moving), rest, lambda *_: moved), values)
     return o, t_o, lse, t_lse[0] if t_lse else None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flashgen.op.conversion import as_float, as_number
+from flashgen.op.conversion import as_float, as_number, check_device
 
 F8 = torch.float8_e4m3fn
 _LARGEST = 448.0
@@ -35,8 +35,7 @@ def factors_of(
         raise TypeError(f"'{name}' must be a number or a tensor (f32[B, Hkv]), not {type(given).__name__}")
     if not given.is_floating_point():
         raise TypeError(f"'{name}' is {given.dtype}; f32[B, Hkv] is expected")
-    if given.device != device:
-        raise ValueError(f"'{name}' is on {given.device}, but 'q' is on {device}")
+    check_device(f"'{name}'", given, device)
     if given.dim() > 2 or any(
         have not in (1, want) for have, want in zip(reversed(given.shape), reversed(wanted), strict=False)
     ):

@@ -34,7 +34,6 @@ from flashgen.kinds.ragged import RAGGED
 from flashgen.op import cached, f8, ragged
 from flashgen.op.call import Attended, Call, CallChecker, Rest, Rows, Tensors, backward_key, is_readable, readable
 from flashgen.op.captured import Captured, CapturedValues
-from flashgen.op.derives import Derives
 from flashgen.op.formula import Formula
 from flashgen.op.layouts import laid
 from flashgen.op.per_sequence import PerSequence
@@ -83,7 +82,7 @@ TAKES: Mapping[str, Takes] = {
 }
 
 
-class Engine(Derives):
+class Engine(Formula):
     """Forward and backward of one spec and kind of call: on kernels, or on the reference.
 
     ``kernels`` holds a provider for each type of device that there are kernels for; None where the reference stands in,
@@ -101,10 +100,9 @@ class Engine(Derives):
         pairs: int | None = tiled.SLICE_PAIRS,
         kind: Kind = DENSE,
     ) -> None:
-        self.spec, self.kernels, self.kind = spec, kernels, kind
+        self.spec, self.kernels, self.kind, self.pairs = spec, kernels, kind, pairs
         self.signature = Signature.of(spec, kind)
         self._takes = TAKES.get(kind.name)
-        self.formula = Formula(spec, kind, self.signature, pairs)
         self._workspaces = Workspaces()
         self.checker = CallChecker(spec, kernels, kind, is_reference=pairs is None)
         self._values = CapturedValues(spec, self.signature, self.checker)
@@ -139,8 +137,7 @@ class Engine(Derives):
 
     def has_kernel(self, q: Tensor, v: Tensor) -> bool:
         """Whether kernels of its kind run for tensors like these."""
-        dense = self._dense_kernel(q, v)
-        return dense is not None and dense.of(self.kind) is not None
+        return self.checker.kernel(q, v) is not None
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
@@ -154,10 +151,11 @@ class Engine(Derives):
         if self._takes is None:
             call = self.checker.find(tensors, rest)
         else:
-            call, taken, tensors, rest = self._taken(tensors, rest)
+            taken = self._taken(tensors, rest)
+            call, tensors, rest = taken.call, taken.tensors, taken.rest
         kernel, wanted = call.kernel, call.o
         if kernel is None or call.is_empty:
-            found = self._attend_without_kernel(call, taken, tensors, rest, keeps_lse)
+            found = self._attend_without_kernel(taken or Taken(call, tensors, rest, []), keeps_lse)
             return found if into is None else put(found, into)
         if call.may_copy:
             call, tensors = self._readable(kernel, call, tensors, rest)
@@ -173,7 +171,7 @@ class Engine(Derives):
             captured = self._captured(call, tensors)
             drops = self._values.add(values, call, captured, self._values.no_gradients)
         if taken is not None:
-            drops, _kept = self._add_own(values, kernel, taken, tensors, captured, drops)
+            drops, _kept = self._add_own(values, kernel, taken, captured, drops)
         key: object = drops if into is None else (drops, *places_of(into[:2]))
         prepared = call.forward.get(key)
         if prepared is None:
@@ -196,19 +194,17 @@ class Engine(Derives):
         parts = empty_strided(*call.lse_parts, dtype=torch.float32, device=call.device)
         return o, lse, parts if call.writes_parts else parts.zero_()
 
-    def _attend_without_kernel(
-        self, call: Call, taken: Taken | None, tensors: Tensors, rest: Rest, keeps_lse: bool
-    ) -> Attended:
-        wide = self._widened(taken, tensors)
+    def _attend_without_kernel(self, taken: Taken, keeps_lse: bool) -> Attended:
+        wide = self._widened(taken)
         if wide is None:
-            return self.formula.attend(call, taken, tensors, self._captured(call, tensors))
+            return self.attend_by_formula(taken)
         engine, tensors = wide
-        o, lse, parts = engine.attend(tensors, rest, keeps_lse)
-        return laid(o, call.o).to(call.written), lse, parts
+        o, lse, parts = engine.attend(tensors, taken.rest, keeps_lse)
+        return laid(o, taken.call.o).to(taken.call.written), lse, parts
 
-    def _widened(self, taken: Taken | None, tensors: Tensors) -> tuple[Engine, Tensors] | None:
+    def _widened(self, taken: Taken) -> tuple[Engine, Tensors] | None:
         """What runs 8 bits that no kernel takes, and parts of 16 bits: numbers of more bits; None for all else."""
-        numbers = None if taken is None else taken.widened(self.checker.dtypes)
+        tensors, numbers = taken.tensors, taken.widened(self.checker.dtypes)
         if numbers is not None:
             return self._wide, numbers
         wide = type_of_sums(tensors[0].dtype)
@@ -218,7 +214,7 @@ class Engine(Derives):
 
     @functools.cached_property
     def _wide(self) -> Engine:
-        return Engine(self.spec, self.kernels, self.formula.pairs)
+        return Engine(self.spec, self.kernels, self.pairs)
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
@@ -243,11 +239,12 @@ class Engine(Derives):
         if self._takes is None:
             call = self.checker.find(tensors, rest)
         else:
-            self._refuse(self._takes.no_gradients)
-            call, taken, tensors, rest = self._taken(tensors, rest)
+            taken = self._taken(tensors, rest, self._takes.no_gradients)
+            call, tensors, rest = taken.call, taken.tensors, taken.rest
         kernel, wanted = call.kernel, call.gradients
         if kernel is None or call.is_empty:
-            found = self._gradients_without_kernel(call, taken, d_o, rows, tensors, rest, needs, is_part)
+            taken = taken or Taken(call, tensors, rest, [])
+            found = self._gradients_without_kernel(taken, d_o, rows, needs, is_part)
             return found if into is None else [*put(found[:3], into), *found[3:]]
         if self.kind.parts:
             d_o = d_o.to(tensors[0].dtype)
@@ -272,7 +269,7 @@ class Engine(Derives):
             sums = self._values.sums(call, captured, needs[3:], stored)
             drops = self._values.add(values, call, captured, self._values.addresses(sums, stored))
         if taken is not None:
-            drops, _kept = self._add_own(values, kernel, taken, tensors, captured, drops)
+            drops, _kept = self._add_own(values, kernel, taken, captured, drops)
         key = backward_key(drops, strides, needs[3:], () if into is None else places_of((o, lse, *into)))
         prepared = call.backward.get(key)
         if prepared is None:
@@ -297,34 +294,24 @@ class Engine(Derives):
         return call.stored[0]
 
     def _gradients_without_kernel(
-        self,
-        call: Call,
-        taken: Taken | None,
-        d_o: Tensor,
-        rows: Rows,
-        tensors: Tensors,
-        rest: Rest,
-        needs: Sequence[bool],
-        is_part: bool,
+        self, taken: Taken, d_o: Tensor, rows: Rows, needs: Sequence[bool], is_part: bool
     ) -> list[Tensor]:
-        wide = self._widened(taken, tensors)
+        wide = self._widened(taken)
         if wide is None:
-            captured = self._captured(call, tensors)
-            return self.formula.gradients(call, taken, d_o, rows, tensors, captured, needs, is_part)
+            return self.gradients_by_formula(taken, d_o, rows, needs, is_part)
         engine, tensors = wide
-        return engine.gradients(d_o.to(tensors[0].dtype), rows, tensors, rest, needs, is_part=is_part)
+        return engine.gradients(d_o.to(tensors[0].dtype), rows, tensors, taken.rest, needs, is_part=is_part)
 
     # What both passes share -------------------------------------------------------------------------------------------
 
-    def _taken(
-        self, tensors: Tensors, rest: Rest, *, derives: bool = False
-    ) -> tuple[Call, Taken | None, Tensors, Rest]:
-        """The call, what its kind has beside a dense one, the tensors of a dense call, and what it was found by."""
+    def _taken(self, tensors: Tensors, rest: Rest, refusal: str = "", *, derives: bool = False) -> Taken:
+        """The call, with what its kind has beside a dense one. Raises ``RuntimeError`` where it is refused."""
         if self._takes is None:
-            return self.checker.find(tensors, rest), None, tensors, rest
-        self._refuse(self._takes.no_derivatives if derives else "")
-        taken = self._takes.take(self.checker, tensors, rest, derives)
-        return taken.call, taken, taken.tensors, taken.rest
+            return Taken(self.checker.find(tensors, rest), tensors, rest, [])
+        refusal = self._takes.no_derivatives if derives else refusal
+        if refusal:
+            raise RuntimeError(f"'{self.spec.name}': {refusal}")
+        return self._takes.take(self.checker, tensors, rest, derives)
 
     def _prepared(self, kernel: Kernel, name: PassName, values: Values) -> Prepared:
         try:
@@ -336,25 +323,14 @@ class Engine(Derives):
                 "backend='cpu' or backend='reference'; a package of an earlier version has to be built again"
             ) from None
 
-    def _refuse(self, why: str) -> None:
-        """Raise ``RuntimeError`` where there is a reason why something cannot be."""
-        if why:
-            raise RuntimeError(f"'{self.spec.name}': {why}")
-
     def _add_own(
-        self,
-        values: list[float],
-        kernel: Kernel,
-        taken: Taken,
-        tensors: Tensors,
-        captured: Captured | None,
-        drops: bool,
+        self, values: list[float], kernel: Kernel, taken: Taken, captured: Captured | None, drops: bool
     ) -> tuple[bool, object]:
         """Add the values of the kind's own fields. Whether pairs are dropped; what to keep until the kernel ran."""
         values += taken.pointers
         if captured is None or not self.kind.by_sequence:
             return drops, None
-        tables, threshold = PerSequence(self.spec, taken.call, taken.pairs, tensors, captured).tables()
+        tables, threshold = PerSequence(self.spec, taken, captured).tables()
         values += [address(x) for x in tables]
         if threshold is not None:  # it says which kernels run
             values[kernel.layout.slots["dropout_threshold"]] = threshold

@@ -36,8 +36,9 @@ class Exported:
         """Of its torch operator, without the namespace."""
         return operator_name(self.spec, self.backend, self.target)
 
-    def remember(self, name: str) -> None:
+    def remember(self) -> None:
         """Keep it under its name, for this machine; nothing happens where the cache folder cannot be written."""
+        name = self.name
         content = {"name": name, "spec": spec_to_data(self.spec), "backend": self.backend, "target": self.target}
         Cache.of_operators().usable().write(_key(name), _FILE, json.dumps(content).encode())
 

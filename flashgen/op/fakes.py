@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from flashgen.op.conversion import check_device
 from flashgen.op.layouts import layout_like
 from flashgen.op.signature import Signature
 
@@ -32,8 +33,7 @@ def fake_forward(
     # One tensor on meta among real ones comes here, too.
     captured = [(f"tensor '{declared.name}'", x) for declared, x in zip(signature.tensors, others, strict=False)]
     for name, tensor in (("'k'", k), ("'v'", v), *captured):
-        if tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}, but 'q' is on {q.device}")
+        check_device(name, tensor, q.device)
     end = signature.tensor_arguments - 3
     scalars, own = others[len(signature.tensors) : end - len(kind.tensors)], others[end - len(kind.tensors) : end]
     numbers = [("a param, 'seed' or 'dropout_p'", x) for x in scalars]

@@ -14,62 +14,38 @@ from flashgen.kinds.cached import CACHED
 from flashgen.kinds.ragged import RAGGED
 from flashgen.op.signature import Signature
 
-Sizes = Sequence[int]
-
 
 def count_flops(signature: Signature, forward: Any, backward: Any) -> None:
     """Register the formulas of an op's two operators (``OpOverloadPacket``)."""
-    first = (
-        5 if signature.has_lse else 1
-    )  # the backward operator's q, k and v stand behind d_o, d_lse, o, lse and its parts
-    if signature.kind is CACHED:
-        lengths = signature.tensor_arguments - 4
+    # The backward operator's q, k and v stand behind d_o, d_lse, o, lse and its parts.
+    first = 5 if signature.has_lse else 1
 
-        def of_cache(q: Any, k: Any, v: Any, *others: Any, **_: Any) -> int:
-            rows = others[lengths - 3]
-            keys = len(rows) * k.shape[2] if rows.is_meta else int(rows.sum())
-            return 2 * int(q.shape[1]) * int(q.shape[2]) * keys * int(q.shape[3] + v.shape[3])
+    def of_forward(*arguments: Any, **_: Any) -> int:
+        q, _, v = arguments[:3]
+        return _products(signature, arguments, q.shape[-1] + v.shape[-1])
 
-        register_raw: Any = register_flop_formula
-        register_raw(forward, get_raw=True)(of_cache)
-        return
-    if signature.kind is RAGGED:
-        _count_ragged(signature, first, forward, backward)
-        return
-
-    def of_forward(q: Sizes, k: Sizes, v: Sizes, *_: Any, **__: Any) -> int:
-        return _products(q, k, q[3] + v[3])
-
-    def of_backward(*shapes: Any, **_: Any) -> int:
-        q, k, v = shapes[first : first + 3]
-        return _products(q, k, 3 * q[3] + 2 * v[3])  # S again, dP and dV, dQ and dK
+    def of_backward(*arguments: Any, **_: Any) -> int:
+        q, _, v = arguments[first : first + 3]
+        # S again, dP and dV, dQ and dK
+        return _products(signature, arguments[first:], 3 * q.shape[-1] + 2 * v.shape[-1])
 
     register: Any = register_flop_formula
-    register(forward)(of_forward)
-    register(backward)(of_backward)
+    register(forward, get_raw=True)(of_forward)
+    register(backward, get_raw=True)(of_backward)
 
 
-def _count_ragged(signature: Signature, first: int, forward: Any, backward: Any) -> None:
-    """The same of sequences, whose lengths are read; on meta all are as long as the longest."""
-    starts = signature.tensor_arguments - 2
-
-    def products(arguments: Sequence[Any], is_forward: bool) -> int:
-        q, v = arguments[0], arguments[2]
-        depth = q.shape[2] + v.shape[2] if is_forward else 3 * q.shape[2] + 2 * v.shape[2]
-        q_starts, k_starts = arguments[starts : starts + 2]
-        most = arguments[starts + 6 : starts + 8]
-        q_lens, k_lens = (
+def _products(signature: Signature, arguments: Sequence[Any], depth: int) -> int:
+    """Those of all pairs. Lengths of sequences are read; on meta all are as long as the longest."""
+    (q, k, _), kind = arguments[:3], signature.kind
+    own = arguments[signature.tensor_arguments - len(kind.tensors) :]
+    if kind is RAGGED:
+        lens = (
             [longest or 0] * (len(x) - 1) if x.is_meta else x.diff().tolist()
-            for x, longest in zip((q_starts, k_starts), most, strict=True)
+            for x, longest in zip(own[:2], own[6:8], strict=True)
         )
-        pairs: int = sum(i * j for i, j in zip(q_lens, k_lens, strict=True))
-        return 2 * int(q.shape[1]) * pairs * int(depth)
-
-    register: Any = register_flop_formula
-    register(forward, get_raw=True)(lambda *arguments, **_: products(arguments, True))
-    register(backward, get_raw=True)(lambda *arguments, **_: products(arguments[first:], False))
-
-
-def _products(q: Sizes, k: Sizes, depth: int) -> int:
-    batch, heads, q_len, _ = q
-    return 2 * batch * heads * q_len * k[2] * depth
+        pairs = sum(i * j for i, j in zip(*lens, strict=True))
+    elif kind is CACHED:
+        pairs = q.shape[2] * (len(own[0]) * k.shape[2] if own[0].is_meta else int(own[0].sum()))
+    else:
+        pairs = q.shape[0] * q.shape[2] * k.shape[2]
+    return int(2 * q.shape[1] * pairs * depth)

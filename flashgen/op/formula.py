@@ -1,148 +1,235 @@
-"""Runs a call on the reference: its dense problems, one after another, by PyTorch's operators.
+"""What an engine computes by no kernel of its own: calls on the reference, and derivatives of any order.
 
-In: a ``Call`` and its tensors, by its kind. Out: fresh tensors. What a dense problem is, and what it sees of a tensor
-of the call, derivatives of derivatives go by, too (``derives.py``).
+In: a call as its kind takes it; or a ``Program`` made of an engine's, and its values. Out: fresh tensors. The dense
+problems of a call are computed one after another, by PyTorch's operators; derivatives by kernels of forward mode where
+these take them.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashgen.hosts.kernel import Kernel, KernelProvider, takes_tangents
 from flashgen.ir.spec import AttentionSpec
+from flashgen.kinds.dense import DENSE
+from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
 from flashgen.kinds.kind import Kind
-from flashgen.op.call import Attended, Call, Rows, Tensors
+from flashgen.op.call import Attended, Call, CallChecker, Rest, Rows, Tensors
 from flashgen.op.captured import Captured
+from flashgen.op.forward_mode import ForwardMode, KernelsOfTangents, Moved
 from flashgen.op.layouts import laid
 from flashgen.op.modes import autograd_inside, deterministic_algorithms
 from flashgen.op.per_sequence import PerSequence
-from flashgen.op.signature import Signature
+from flashgen.op.signature import ELEMENTS, Signature
 from flashgen.op.taken import Taken, View
 from flashgen.op.values import type_of_sums
 from flashgen.reference import tiled
-from flashgen.reference.dense import Dropout
-from flashgen.reference.programs import Place
-from flashgen.reference.shard import Shard
+from flashgen.reference.programs import Place, Program
 
 _PLACES = (Place.QUERIES, Place.KEYS, Place.KEYS)  # of the gradients of q, k and v
 
 
-@dataclass(frozen=True)
 class Formula:
-    """The reference of one spec and kind of call, in slices of ``pairs``; None: densely."""
+    """What an engine does by the formula of its spec, in slices of ``pairs``; None: densely."""
 
     spec: AttentionSpec
+    kernels: Mapping[str, KernelProvider | None]
     kind: Kind
     signature: Signature
+    checker: CallChecker
     pairs: int | None
 
-    def attend(self, call: Call, taken: Taken | None, tensors: Tensors, captured: Captured) -> Attended:
+    @abstractmethod
+    def _taken(self, tensors: Tensors, rest: Rest, *, derives: bool = False) -> Taken: ...
+
+    @abstractmethod
+    def _captured(self, call: Call, tensors: Tensors) -> Captured: ...
+
+    def attend_by_formula(self, taken: Taken) -> Attended:
         """``o``, ``lse`` and its parts."""
-        q, has_lse = tensors[0], self.signature.has_lse
-        dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
-        parts = q.new_zeros(call.lse_parts[0], dtype=torch.float32) if has_lse else None
-        problems = self.problems(call, taken, tensors, captured)
-        if not self.kind.by_sequence:
-            for problem, _ in problems:  # one at most
-                o, lse = tiled.forward(problem)
-                return laid(o, call.o), None if lse is None else lse.to(dtype), parts
+        call, q = taken.call, taken.tensors[0]
         o = q.new_empty_strided(*call.o).zero_()
-        lse = q.new_full(call.lse[0], -math.inf, dtype=dtype) if has_lse else None
-        for problem, view in problems:
+        lse = parts = None
+        if self.signature.has_lse:
+            dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
+            lse = q.new_full(call.lse[0], -math.inf, dtype=dtype)
+            parts = q.new_zeros(call.lse_parts[0], dtype=torch.float32)
+        for problem, view in self.problems(taken):
             own_o, own_lse = tiled.forward(problem)
             view(Place.QUERIES, o).copy_(own_o)
             if lse is not None and own_lse is not None:
                 view(Place.SUMS, lse).copy_(own_lse)
-        if taken is not None:
-            taken.finish(o, lse)
+        taken.finish(o, lse)
         return o, lse, parts
 
-    def gradients(
-        self,
-        call: Call,
-        taken: Taken | None,
-        d_o: Tensor,
-        rows: Rows,
-        tensors: Tensors,
-        captured: Captured,
-        needs: Sequence[bool],
-        is_part: bool,
+    def gradients_by_formula(
+        self, taken: Taken, d_o: Tensor, rows: Rows, needs: Sequence[bool], is_part: bool
     ) -> list[Tensor]:
         """Those that are needed, in the order of the inputs. ``is_part``: as ``Engine.gradients`` says."""
-        inputs = tensors[: self.signature.inputs]
+        call, inputs = taken.call, taken.tensors[: self.signature.inputs]
         whole = (rows[1], rows[2]) if is_part and not self.kind.by_sequence else None
-        sums: Sequence[Tensor | None] = []
+        dtype = type_of_sums(inputs[0].dtype)
+        sums = [
+            torch.zeros(x.shape, dtype=dtype, device=call.device) if need else None
+            for x, need in zip(inputs, needs, strict=True)
+        ]
         with deterministic_algorithms(call.deterministic), autograd_inside():
-            for problem, view in self.problems(call, taken, tensors, captured):
+            for problem, view in self.problems(taken):
                 arriving = view(Place.QUERIES, d_o), view(Place.SUMS, rows[0])
                 gradients = tiled.backward(problem, *arriving, needs, whole)
-                if not self.kind.by_sequence:
-                    sums = gradients
-                    break
-                sums = sums or _sums_like(inputs, needs, tensors[0])
                 for n, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
                     if total is not None and gradient is not None:
                         part = view(_PLACES[n] if n < 3 else Place.WHOLE, total)
                         part.copy_(gradient) if n < 3 else part.add_(gradient)
         found = []
-        for n, (total, like) in enumerate(zip(sums or _sums_like(inputs, needs, tensors[0]), inputs, strict=True)):
+        for n, (total, like) in enumerate(zip(sums, inputs, strict=True)):
             if total is not None:
                 own = total.to(like.device, type_of_sums(like.dtype) if n > 2 and is_part else like.dtype)
                 found.append(laid(own, call.gradients[n]) if n < 3 else own)
         return found
 
-    def problems(
-        self, call: Call, taken: Taken | None, tensors: Tensors, captured: Captured
-    ) -> Iterator[tuple[tiled.Problem, View]]:
-        """The dense problems of a call that give anything, and what each of them sees of a tensor of the call."""
-        if taken is None or not self.kind.by_sequence:
-            if not tiled.gives_nothing(self.spec, call.shard):
-                yield self.problem(call, call.shard, tensors, captured, captured.params, captured.drawn), _all_of
-            return
-        sequences = PerSequence(self.spec, call, taken.pairs, tensors, captured)
-        for number, shard, rows, view in taken.problems(self.spec):
-            params, dropout = sequences.params_of(number), sequences.dropout_of(number)
-            yield self.problem(call, shard, rows, captured, params, dropout), view
+    def problems(self, taken: Taken, most: float = math.inf) -> Iterator[tuple[tiled.Problem, View]]:
+        """The dense problems of a call that give anything, and what each of them sees of a tensor of the call.
 
-    def problem(
-        self,
-        call: Call,
-        shard: Shard,
-        rows: Tensors,
-        captured: Captured,
-        params: Sequence[float],
-        dropout: Dropout | None,
-    ) -> tiled.Problem:
-        """A dense problem of a call: ``rows`` begin with q, k and v; ``params`` and ``dropout`` are its own."""
-        if call.threads != torch.get_num_threads():
+        A slice of one has so many pairs at ``most``; those of the reference are not cut.
+        """
+        if taken.call.threads != torch.get_num_threads():
             torch.set_num_threads(1)  # in a forked child, where PyTorch's own threads are missing just the same
-        return tiled.Problem(
-            spec=self.spec,
-            q=rows[0],
-            k=rows[1],
-            v=rows[2],
-            tensors={declared.name: x for declared, x in zip(self.spec.tensors, captured.tensors, strict=True)},
-            params={
-                param.name: value if x is None else x
-                for param, value, x in zip(self.spec.params, params, captured.given, strict=True)
-            },
-            shard=shard,
-            dropout=dropout,
-            pairs=self.pairs,
-        )
+        captured = self._captured(taken.call, taken.tensors)
+        sequences = PerSequence(self.spec, taken, captured)
+        tensors = {declared.name: x for declared, x in zip(self.spec.tensors, captured.tensors, strict=True)}
+        for number, shard, rows, view in taken.problems(self.spec):
+            each = zip(self.spec.params, sequences.params_of(number), captured.given, strict=True)
+            problem = tiled.Problem(
+                spec=self.spec,
+                q=rows[0],
+                k=rows[1],
+                v=rows[2],
+                tensors=tensors,
+                params={param.name: value if x is None else x for param, value, x in each},
+                shard=shard,
+                dropout=sequences.dropout_of(number),
+                pairs=None if self.pairs is None else int(min(self.pairs, most)),
+            )
+            yield problem, view
+
+    @functools.cached_property
+    def program(self) -> Program:
+        """The op as what derivatives are made of: its tensors, those without gradients too, to o and lse."""
+        return tiled.program_of(self.spec, self.signature.tensor_arguments)
+
+    @functools.cached_property
+    def forward_mode(self) -> ForwardMode:
+        """What runs kernels of tangents."""
+        return ForwardMode(self.spec)
+
+    @property
+    def derives(self) -> str:
+        """What runs programs that no kernel does, in words."""
+        if self.pairs is None:
+            return "the dense formula by PyTorch's operators, matrices of all pairs"
+        pairs = min(self.pairs, tiled.DERIVATIVE_PAIRS)
+        return f"tiled path by PyTorch's operators, slices of {pairs:,} pairs; linear memory"
+
+    @property
+    def moves(self) -> str:
+        """What computes tangents, in words."""
+        return self._said(0, "a kernel of forward mode", "there is no kernel of forward mode for it")
+
+    @property
+    def moves_backward(self) -> str:
+        """What computes gradients of gradients and of tangents, and tangents of gradients, in words."""
+        kernels = "kernels of forward mode and of its backward pass"
+        return self._said(1, kernels, "there is no kernel of it")
+
+    def _said(self, which: int, kernels: str, none: str) -> str:
+        taken = {device.upper(): takes_tangents(provider)[which] for device, provider in self.kernels.items()}
+        said = [f"on {device} {what}" for device, what in taken.items() if what]
+        if not said:
+            return self.derives if self.pairs is None else f"{self.derives}; {none}"
+        return f"{kernels}, compiled when first asked for: {'; '.join(said)}; else the {self.derives}"
+
+    def likes(self, program: Program, values: Sequence[Any]) -> list[tuple[Sequence[int], torch.dtype]]:
+        """The shapes and types of a program's outputs."""
+        q, v = values[0], values[2]
+        o = ((*q.shape[:-1], v.shape[-1]), q.dtype)
+        lse = (tuple(self.kind.rows(q)), torch.float64 if q.dtype is torch.float64 else torch.float32)
+        count = self.signature.tensor_arguments
+        inputs = [None if x is None else (tuple(x.shape), x.dtype) for x in values[:count]]
+        return list(program.taken(inputs, (o, lse)[: len(program.outputs)])[1])
+
+    def derive(self, program: Program, values: Sequence[Any], rest: Rest) -> list[Tensor]:
+        """The outputs of a program made of ``self.program``, slice by slice on the reference, on any device."""
+        tensors = tuple(values[: self.signature.tensor_arguments])
+        likes = self.likes(program, values)
+        compute = torch.promote_types(tensors[0].dtype, torch.float32)
+        with (
+            torch.autocast(tensors[0].device.type, enabled=False),
+            deterministic_algorithms(rest[1]),
+            autograd_inside(),
+        ):
+            totals: list[Tensor] = []
+            of_inputs, of_outputs = program.places
+            taken = self._taken(tensors, rest, derives=True)
+            for problem, view in self.problems(taken, tiled.DERIVATIVE_PAIRS):
+                own = [view(place, x) for place, x in zip(of_inputs, values, strict=True)]
+                kernels = self._kernels_of_tangents(problem, rest)
+                found = None if kernels is None else kernels.compute(problem, program, own)
+                if found is not None and self.kind is DENSE:  # there is one problem
+                    totals = found
+                    break
+                totals = totals or _zeros(likes, compute, values)
+                parts = [view(place, x) for place, x in zip(of_outputs, totals, strict=True)]
+                if found is None:
+                    tiled.derive(problem, program, own, parts)
+                else:
+                    for part, x in zip(parts, found, strict=True):
+                        part.add_(x)
+            totals = totals or _zeros(likes, compute, values)
+        return [total.to(dtype) for total, (_, dtype) in zip(totals, likes, strict=True)]
+
+    def attend_and_move(self, tensors: Tensors, tangents: Sequence[Tensor | None], rest: Rest) -> Moved | None:
+        """``o``, ``lse``, its parts, and the tangents, by one kernel; None where none takes the call."""
+        if self.kind is not DENSE or all(x is None for x in tangents[: self.signature.inputs]):
+            return None
+        taken = self._taken(tensors, rest)
+        call = taken.call
+        kernel = None if call.kernel is None or call.is_empty else _taking(call.kernel, FORWARD_MODE, tensors[0])
+        if kernel is None:
+            return None
+        problem, _ = next(self.problems(taken))
+        moves = tangents[: self.signature.inputs]
+        return self.forward_mode.run(kernel, problem, moves, deterministic=rest[1], keeps_o=True)
+
+    def _kernels_of_tangents(self, problem: tiled.Problem, rest: Rest) -> KernelsOfTangents | None:
+        """Those of forward mode that take a problem, if there are any."""
+        q = problem.q
+        kernel = self.checker.dense_kernel(q, problem.v) if q.dtype in ELEMENTS else None
+        forward = None if kernel is None else _taking(kernel, FORWARD_MODE, q)
+        if kernel is None or forward is None:
+            return None
+        backward = functools.partial(_taking, kernel, FORWARD_MODE_BACKWARD, q)
+        return KernelsOfTangents(self.forward_mode, kernel, forward, backward, rest[1])
 
 
-def _sums_like(inputs: Sequence[Any], needs: Sequence[bool], q: Tensor) -> list[Tensor | None]:
-    """What gradients that are needed are added up in."""
-    dtype = type_of_sums(q.dtype)
-    each = zip(inputs, needs, strict=True)
-    return [torch.zeros(x.shape, dtype=dtype, device=q.device) if need else None for x, need in each]
+def _taking(kernel: Kernel, kind: Kind, q: Tensor) -> Kernel | None:
+    """The kernel of forward mode, or of its backward pass, if there is one that takes the type of q."""
+    found = kernel.of(kind)
+    return found if found is not None and ELEMENTS.get(q.dtype) in found.elements else None
 
 
-def _all_of(place: Place, x: Any) -> Any:  # noqa: ARG001
-    return x
+def _zeros(likes: Sequence[tuple[Sequence[int], Any]], dtype: torch.dtype, values: Sequence[Any]) -> list[Tensor]:
+    """What a program's outputs are added up in.
+
+    They are made of the last of its inputs, a tangent or what arrives: torch.func.linearize folds what follows from
+    nothing, or from primals alone, and would lose what is written to it.
+    """
+    last = next(x for x in reversed(values) if isinstance(x, Tensor))
+    return [last.new_zeros(shape, dtype=dtype, device=values[0].device) for shape, _ in likes]

@@ -1,7 +1,8 @@
 """Runs kernels of forward mode and of its backward pass: o, lse and what both change by, of one dense problem.
 
-In: a ``Kernel`` of forward mode, a ``Problem`` and the tangents of its inputs. Out: fresh tensors. What an op's
-derivatives are made of comes here where such a kernel takes it (``by_kernels.py``), and else goes by the tiled path.
+In: a ``Kernel`` of forward mode, a ``Problem`` and the tangents of its inputs. Out: fresh tensors. A ``Program`` of an
+op's derivatives comes here where such a kernel takes it, and else goes by the tiled path. Gradients of gradients are
+gradients of tangents (``programs.py``).
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from torch import Tensor
 
 from flashgen.analysis.selection import lowered
 from flashgen.analysis.tangent import tangent_names, with_tangents
-from flashgen.hosts.kernel import ArgumentLayout, Kernel, Prepared, Values
+from flashgen.hosts.kernel import ArgumentLayout, Kernel, Prepared
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.types import ScalarType
+from flashgen.kinds.kind import PassName
 from flashgen.op.call import readable, row_strides, settled_values, strides_of
 from flashgen.op.layouts import layout_like
+from flashgen.op.plain import lies_in_memory, with_memory
 from flashgen.plan.arguments import gradient_field, param_field, param_place_field, tensor_field
 from flashgen.reference.philox import drop_threshold, survivor_scale
+from flashgen.reference.programs import Of, Program, TangentGradient
 from flashgen.reference.tiled import Problem
 
 _SEED_BITS = 0xFFFF_FFFF_FFFF_FFFF
@@ -43,14 +47,8 @@ class Moved:
     t_lse: Tensor | None
 
 
-@dataclass(frozen=True)
-class Arriving:
-    """What arrives at the tangents of o and lse; None: nothing. ``d_o`` is in the type of q, the other in float32."""
-
-    d_o: Tensor | None
-    d_lse: Tensor | None
-
-
+# What arrives at the tangents of o and lse, in the type of q and in float32; None: nothing.
+Arriving = tuple[Tensor | None, Tensor | None]
 # Gradients by the number of the input that they are of, or whose tangent they are of.
 Gradients = tuple[dict[int, Tensor], dict[int, Tensor]]
 
@@ -93,9 +91,9 @@ class ForwardMode:
             t_o=q.new_empty_strided(*like_o),
             t_lse=rows(has_lse),
         )
-        results = {"o": found.o, "lse": found.lse, "lse_parts": found.lse_parts, "t_o": found.t_o, "t_lse": found.t_lse}
-        own = _Pass("forward", kernel.layout, functools.partial(kernel.prepare, "forward"))
-        self._run(own, problem, self._read(kernel, problem, tangents), results, tangents, deterministic)
+        self._run(
+            kernel, problem, self._read(kernel, problem, tangents), vars(found), tangents, "forward", deterministic
+        )
         return found
 
     def backward(
@@ -112,7 +110,7 @@ class ForwardMode:
         """The gradients of inputs and of tangents, those that are ``wanted`` by their numbers among the inputs.
 
         All of these are ``differentiable``. ``moved`` is what ``run`` gives of all there is. Those of q, k and v are in
-        their type, others in float32.
+        their type, others in float32. A ``kernel`` of the op gives those of o and lse, of what arrives there.
         """
         of_inputs, of_tangents = _fresh(problem), _fresh(problem) if wanted[1] else {}
         written: dict[str, Tensor | None] = {f"d{name}": of_inputs[n] for n, name in enumerate(_ROWS)}
@@ -120,50 +118,12 @@ class ForwardMode:
         of_moves = {n: self._names[name] for n, name in self._learned.items()}
         written |= _captured(problem, of_inputs, wanted[0], self._learned)
         written |= _captured(problem, of_tangents, wanted[1], of_moves)
-        written |= {"t_o": moved.t_o, "t_lse": moved.t_lse}
-        own = _Pass("backward", kernel.layout, functools.partial(kernel.prepare, "backward"))
-        self._differentiate(own, kernel, problem, tangents, moved, arriving, written, deterministic)
-        return of_inputs, of_tangents
-
-    def linear(
-        self,
-        kernel: Kernel,
-        problem: Problem,
-        moved: Moved,
-        arriving: Arriving,
-        wanted: Collection[int],
-        *,
-        deterministic: bool = False,
-    ) -> dict[int, Tensor]:
-        """The gradients of o and lse, by the backward pass of the op, of what arrives there; else as above.
-
-        They are those of tangents, too: forward mode is linear in these.
-        """
-        found = _fresh(problem)
-        written: dict[str, Tensor | None] = {f"d{name}": found[n] for n, name in enumerate(_ROWS)}
-        written |= _captured(problem, found, wanted, self._learned)
-        own = _Pass("linear", kernel.layout, functools.partial(kernel.prepare, "backward"))
-        still = [None] * len(problem.inputs)
-        self._differentiate(own, kernel, problem, still, moved, arriving, written, deterministic)
-        return found
-
-    def _differentiate(
-        self,
-        own: _Pass,
-        kernel: Kernel,
-        problem: Problem,
-        tangents: Sequence[Tensor | None],
-        moved: Moved,
-        arriving: Arriving,
-        written: Mapping[str, Tensor | None],
-        deterministic: bool,
-    ) -> None:
-        """A backward pass, of what arrives at o and lse or at their tangents."""
-        d_o = moved.t_o.new_zeros(()).expand(moved.t_o.shape) if arriving.d_o is None else arriving.d_o
-        d_lse = None if arriving.d_lse is None else arriving.d_lse.contiguous()
+        d_o, d_lse = arriving
+        d_o = moved.t_o.new_zeros(()).expand(moved.t_o.shape) if d_o is None else d_o
         read = self._read(kernel, problem, tangents) | {"d_o": readable(kernel, d_o)}
-        results = {"o": moved.o, "lse": moved.lse, "lse_parts": moved.lse_parts, "d_lse": d_lse, **written}
-        self._run(own, problem, read, results, tangents, deterministic)
+        results = {**vars(moved), "d_lse": None if d_lse is None else d_lse.contiguous(), **written}
+        self._run(kernel, problem, read, results, tangents, "backward", deterministic)
+        return of_inputs, of_tangents
 
     def _read(self, kernel: Kernel, problem: Problem, tangents: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
         """What a kernel reads, whose strides it is told, by fields: q, k, v, their tangents, and what is captured."""
@@ -183,24 +143,27 @@ class ForwardMode:
 
     def _run(
         self,
-        own: _Pass,
+        kernel: Kernel,
         problem: Problem,
         read: Mapping[str, Tensor | None],
         results: Mapping[str, Tensor | None],
         tangents: Sequence[Tensor | None],
+        name: PassName,
         deterministic: bool,
     ) -> None:
         """One pass, with a workspace on the device of q. What follows from all but addresses and numbers is remembered.
 
         As ``Kernel.prepare`` says, it may depend on which pointers and numbers are there.
         """
-        numbers = self._numbers(problem, tangents[len(_ROWS) + len(problem.tensors) :], own.layout)
+        layout = kernel.layout
+        results = {field: x for field, x in results.items() if field in layout.slots}
+        numbers = self._numbers(problem, tangents[len(_ROWS) + len(problem.tensors) :], layout)
         threads = torch.get_num_threads()
         key = (
-            *(own.layout, own.name, problem.shard, problem.q.dtype, deterministic, threads),
+            *(layout, name, problem.shard, problem.q.dtype, deterministic, threads),
             *(None if x is None else x.stride() for x in read.values()),
-            *((name, x is None or x.stride()) for name, x in results.items()),
-            *((name, x != 0) for name, x in numbers.items()),
+            *((field, x is None or x.stride()) for field, x in results.items()),
+            *((field, x != 0) for field, x in numbers.items()),
         )
         held: list[Tensor] = []
         ready = self._remembered.get(key)
@@ -208,8 +171,8 @@ class ForwardMode:
             if len(self._remembered) >= _MOST_REMEMBERED:
                 self._remembered.clear()
             known = self._settled(problem, read, results) | {"threads": threads, "deterministic": deterministic}
-            ready = self._remembered[key] = _ready(own, known, read, results, numbers)
-        values: list[float] = [0] * own.layout.varying
+            ready = self._remembered[key] = _ready(kernel, name, known, {**read, **results}, numbers)
+        values: list[float] = [0] * layout.varying
         for n, (slot, x) in enumerate(zip(ready.tensors, (*read.values(), *results.values()), strict=True)):
             if x is not None:
                 values[slot] = x.data_ptr()
@@ -265,12 +228,67 @@ class ForwardMode:
         return known
 
 
-class _Pass(NamedTuple):
-    """What a pass is prepared by."""
+@dataclass(frozen=True)
+class KernelsOfTangents:
+    """Those of a problem, for programs that are tangents, or gradients of tangents, as those of gradients are.
 
-    name: str
-    layout: ArgumentLayout
-    prepare: Callable[[Values], Prepared]
+    ``backward`` compiles its own when it is called, and gives None where there is none.
+    """
+
+    mode: ForwardMode
+    first: Kernel
+    forward: Kernel
+    backward: Callable[[], Kernel | None]
+    deterministic: bool
+
+    def compute(self, problem: Problem, program: Program, values: Sequence[Any]) -> list[Tensor] | None:
+        """The outputs of a program; None where kernels do not compute what it is."""
+        own = with_memory(values)
+        if not lies_in_memory(own):
+            return None
+        count = len(program.inputs)
+        if program.moved is not None:
+            moves = dict(zip(program.moved, own[count:], strict=True))
+            found = self._moved(problem, moves, keeps_o=False)
+            return [x for x in (found.t_o, found.t_lse) if x is not None]
+        gradient = program.gradient_of_tangent
+        return None if gradient is None else self._gradients(problem, gradient, own)
+
+    def _moved(self, problem: Problem, moves: dict[int, Any], *, keeps_o: bool) -> Moved:
+        tangents = [moves.get(n) for n in range(len(problem.inputs))]
+        return self.mode.run(self.forward, problem, tangents, deterministic=self.deterministic, keeps_o=keeps_o)
+
+    def _gradients(self, problem: Problem, gradient: TangentGradient, values: Sequence[Any]) -> list[Tensor] | None:
+        wanted: dict[Of, list[int]] = {of: [n for kind, n in gradient.outputs if kind is of] for of in Of}
+        by_kernel = (wanted[Of.INPUT], wanted[Of.TANGENT])
+        is_backward = any(by_kernel)
+        if not self.mode.differentiable.issuperset(by_kernel[0] + by_kernel[1]):
+            return None
+        backward = self.backward() if is_backward else None
+        if is_backward and backward is None:
+            return None
+        moves = {n: values[place] for n, place in gradient.moving.items()}
+        moved = self._moved(problem, moves, keeps_o=is_backward)
+        of_outputs = (moved.t_o, moved.t_lse)
+        found: dict[tuple[Of, int], Tensor | None] = {(Of.ARRIVING, n): of_outputs[n] for n in wanted[Of.ARRIVING]}
+        if backward is not None:
+            tangents = [moves.get(n) for n in range(len(problem.inputs))]
+            arriving = _arriving(values, gradient.arriving)
+            run = functools.partial(self.mode.backward, deterministic=self.deterministic)
+            own = run(backward, problem, tangents, moved, arriving, (by_kernel[0], by_kernel[1] * backward.moves))
+            for of, each in zip((Of.INPUT, Of.TANGENT), own, strict=True):
+                found |= {(of, n): x for n, x in each.items()}
+            # As t(o) is linear in the tangents, gradients by these are those of o, of what arrives.
+            linear = functools.partial(run, self.first, problem, [None] * len(tangents), moved)
+            if by_kernel[1] and not backward.moves:
+                found |= {(Of.TANGENT, n): x for n, x in linear(arriving, (by_kernel[1], ()))[0].items()}
+            if gradient.more:
+                more, _ = linear(_arriving(values, gradient.more), (by_kernel[0], ()))
+                for n in by_kernel[0]:
+                    found[Of.INPUT, n] = own[0][n] + more[n]
+        outputs = [found[each] for each in gradient.outputs]
+        assert all(x is not None for x in outputs)
+        return [x for x in outputs if x is not None]
 
 
 class _Ready(NamedTuple):
@@ -282,16 +300,16 @@ class _Ready(NamedTuple):
 
 
 def _ready(
-    own: _Pass,
+    kernel: Kernel,
+    name: PassName,
     known: Mapping[str, Any],
-    read: Mapping[str, Tensor | None],
-    results: Mapping[str, Tensor | None],
+    tensors: Mapping[str, Tensor | None],
     numbers: Mapping[str, float],
 ) -> _Ready:
-    slots, tensors = own.layout.slots, {**read, **results}
-    addresses = {name: 0 if x is None else x.data_ptr() for name, x in tensors.items()}
-    prepared = own.prepare(own.layout.values({**known, **addresses, **numbers}))
-    return _Ready(prepared, [slots[name] for name in tensors], [slots[name] for name in numbers])
+    slots = kernel.layout.slots
+    addresses = {field: 0 if x is None else x.data_ptr() for field, x in tensors.items()}
+    prepared = kernel.prepare(name, kernel.layout.values({**known, **addresses, **numbers}))
+    return _Ready(prepared, [slots[field] for field in tensors], [slots[field] for field in numbers])
 
 
 def _fresh(problem: Problem) -> dict[int, Tensor]:
@@ -325,3 +343,8 @@ def _there(x: Tensor | None) -> Tensor:
 def _like_nothing(x: Tensor) -> Tensor:
     """The tangent of what does not move: one zero, whatever the index."""
     return x.new_zeros(()).expand(x.shape)
+
+
+def _arriving(values: Sequence[Any], places: Mapping[int, int]) -> Arriving:
+    d_o, d_lse = (values[places[n]] if n in places else None for n in range(2))
+    return d_o, d_lse

@@ -48,6 +48,7 @@ class GroupedCalls:
         self._cached = Engine(lowered(spec), engine.kernels, kind=CACHED) if takes else None
         self._of_rows = functools.cache(self._make_of_rows)
         self._checker = CallChecker(spec, engine.kernels, is_reference=False)
+        self._listed = 3 + [each.name for each in spec.tensors].index(spec.select.tensor)
 
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool) -> Attended:
         """``o``, ``lse`` and its parts of a call that goes this way; ``tensors`` are of the lowered spec."""
@@ -60,11 +61,9 @@ class GroupedCalls:
         places = (lengths, nothing, nothing, lengths[:, None][:, :0], *[q.new_empty((0, 0), dtype=torch.float32)] * 2)
         return self._cached.attend((*tensors, *places), whole, keeps_lse)
 
-    def gradients(
-        self, d_o: Tensor, rows: Rows, given: Tensors, rest: Rest, needs: Sequence[bool], numbers: int
-    ) -> list[Any] | None:
+    def gradients(self, d_o: Tensor, rows: Rows, given: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Any] | None:
         """The gradients that are needed, of the tensors that were ``given``: those of the spec."""
-        call = self._taken(given, rest, numbers)
+        call = self.taken(given, rest)
         if call is None or self._spec.layout is not None or call.shard.q_start != 0:
             return None
         group, shard = call.shard.group, call.shard
@@ -79,11 +78,8 @@ class GroupedCalls:
             found[0] = laid(_by_heads(found[0], group), layout_like(given[0], given[0].shape))
         return found
 
-    def takes(self, tensors: Tensors, rest: Rest, numbers: int) -> bool:
-        """Whether a call goes this way; ``tensors`` are of the spec, ``numbers`` those of a list."""
-        return self._taken(tensors, rest, numbers) is not None
-
-    def _taken(self, tensors: Tensors, rest: Rest, numbers: int) -> Call | None:
+    def taken(self, tensors: Tensors, rest: Rest) -> Call | None:
+        """The call, if it goes this way; ``tensors`` are of the spec."""
         if self._cached is None:
             return None
         call = self._checker.find(tensors, rest)
@@ -94,7 +90,7 @@ class GroupedCalls:
             return None
         _, _, q_total, kv_total = shard.totals()
         is_whole = shard.kv_start == 0 and shard.kv_len == kv_total == q_total == shard.q_start + shard.q_len
-        queries = -(-16 // shard.group)
+        queries, numbers = -(-16 // shard.group), tensors[self._listed].shape[-1]
         few = shard.group >= LEAST_GROUP and KEPT * queries * numbers * self._block <= shard.kv_len
         return call if is_whole and few else None
 
@@ -109,8 +105,9 @@ class GroupedCalls:
 def _totals(given: Any, group: int) -> tuple[int | None, ...]:
     """Nq, Nk, B and H of a call as its rows count them."""
     q_total, kv_total, b_total, h_total = given[4:8]
-    rows, heads = (None if x is None else x for x in (q_total, h_total))
-    return (None if rows is None else rows * group, kv_total, b_total, None if heads is None else heads // group)
+    return (
+        None if q_total is None else q_total * group, kv_total, b_total, None if h_total is None else h_total // group,
+    )  # fmt: skip
 
 
 def _by_rows(x: Tensor, group: int) -> Tensor:

@@ -37,22 +37,19 @@ class Indices:
 
         Nothing is said of one that depends on a param without a value here: kernels clamp it.
         """
+        key = (head_dim, *sizes.values(), *params.items())
+        if key in self._checked:
+            return
         for proof in self.of(head_dim):
             refusal = check_index(proof, sizes, params)
             if refusal is not None:
                 raise ValueError(f"'{self._spec.name}': {refusal}")
+        if len(self._checked) >= _MOST_REMEMBERED:
+            self._checked.clear()
+        self._checked.add(key)
 
     def ask_params(self, head_dim: HeadDim) -> bool:
         """Whether there is an index that depends on a param."""
         if head_dim not in self._asking:
             self._asking[head_dim] = any(proof.params for proof in self.of(head_dim))
         return self._asking[head_dim]
-
-    def check_params(self, head_dim: HeadDim, sizes: Mapping[str, int], params: Mapping[str, float]) -> None:
-        """The same, once for each combination."""
-        key = (head_dim, *sizes.values(), *params.items())
-        if key not in self._checked:
-            self.check(head_dim, sizes, params)
-            if len(self._checked) >= _MOST_REMEMBERED:
-                self._checked.clear()
-            self._checked.add(key)

@@ -47,18 +47,6 @@ class Lengths:
     max_k: int
     starts: tuple[Starts, Starts] | None
 
-    @property
-    def q_starts(self) -> Starts:
-        """Among the rows of q."""
-        assert self.starts is not None, "they were not looked at"
-        return self.starts[0]
-
-    @property
-    def k_starts(self) -> Starts:
-        """Among those of k."""
-        assert self.starts is not None, "they were not looked at"
-        return self.starts[1]
-
     @functools.cached_property
     def pairs(self) -> list[tuple[int, int]]:
         """The lengths of each sequence, of queries and of keys; none where only the device knows."""
@@ -68,7 +56,8 @@ class Lengths:
 
     def sequences(self) -> Iterator[tuple[int, slice, slice]]:
         """The number of each sequence, its rows of q, and those of k and v."""
-        q, k = self.q_starts.tolist(), self.k_starts.tolist()
+        assert self.starts is not None, "they were looked at"
+        q, k = (each.tolist() for each in self.starts)
         for number in range(self.count):
             yield number, slice(q[number], q[number + 1]), slice(k[number], k[number + 1])
 

@@ -50,13 +50,11 @@ class Batch:
         return "samples become a part of the batch (B), but where they drop pairs or capture what has none"
 
 
-def folds(batch: Batch, signature: Signature, tensors: Sequence[Any], rest: Rest) -> bool:
-    """Whether a call means the same with other entries beside its own, but for what has no batch."""
-    if batch.inputs is None:
-        return False
+def folded_inputs(batch: Batch, signature: Signature, tensors: Sequence[Any], rest: Rest) -> Axes | None:
+    """Where a batch lies in a call's tensors that means the same with other entries beside its own; else None."""
     offsets = rest[0]
     seed = tensors[signature.inputs] if signature.has_dropout else None
-    return seed is None and offsets[2] == 0 and offsets[6] is None
+    return batch.inputs if seed is None and offsets[2] == 0 and offsets[6] is None else None
 
 
 def mapped(

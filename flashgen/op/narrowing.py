@@ -8,12 +8,11 @@ for those of a GPU, where what was made of a tensor is kept while nothing is wri
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch._C import _len_torch_dispatch_stack
 from torch._subclasses.fake_tensor import FakeTensor
 
 from flashgen.analysis.own_scale import Scale, Use, scales
-from flashgen.ir.spec import AttentionSpec, CapturedTensor
+from flashgen.ir.spec import AttentionSpec
 from flashgen.op.conversion import converted, is_integral, require, unwrapped
 from flashgen.op.same import Same
 from flashgen.op.signature import TORCH_DTYPES
@@ -59,15 +58,23 @@ class Narrowing:
 
     def _made(self, scale: Scale, given: Sequence[Any], *, is_exact: bool) -> dict[int, Tensor]:
         is_float = self._spec.tensors[scale.tensors[0]].element.is_floating
-        fits = torch.is_floating_point if is_float else _is_integral
         numbers = {n: x for n, x in zip(scale.tensors, given, strict=True) if x is not None}
         tensors, declared = list(numbers.values()), [self._spec.tensors[n] for n in numbers]
-        alike = all(isinstance(x, Tensor) and fits(x) and _has_numbers(x) for x in tensors)
+        alike = all(
+            isinstance(x, Tensor)
+            and (x.is_floating_point() if is_float else is_integral(x.dtype))
+            and not x.is_meta
+            and x.layout is torch.strided
+            for x in tensors
+        )
         if not alike or (is_float and is_exact):  # others are refused by name elsewhere
             return {}
         made = self._find(tensors)
         if made is None:
-            wide = [x.double() if is_float else _as_int64(x, each) for x, each in zip(tensors, declared, strict=True)]
+            wide = [
+                x.double() if is_float else converted(x, torch.int64, f"tensor '{each.name}'", str(each.element))
+                for x, each in zip(tensors, declared, strict=True)
+            ]
             names = [each.name for each in declared]
             narrow = (_Floats(scale.use, names) if is_float else _Ints(scale.use, names)).of(wide)
             made = [x.to(TORCH_DTYPES[each.element]) for x, each in zip(narrow, declared, strict=True)]
@@ -83,18 +90,6 @@ class Narrowing:
             self._kept[tuple(map(id, tensors))] = ([Same(x) for x in tensors], made)
             if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
-
-
-def _has_numbers(x: Tensor) -> bool:
-    return not x.is_meta and x.layout is torch.strided
-
-
-def _is_integral(x: Tensor) -> bool:
-    return is_integral(x.dtype)
-
-
-def _as_int64(x: Tensor, declared: CapturedTensor) -> Tensor:
-    return converted(x, torch.int64, f"tensor '{declared.name}'", str(declared.element))
 
 
 def _is_kept(tensors: Sequence[Tensor]) -> bool:
@@ -113,86 +108,76 @@ def _in_graph(tensors: Sequence[Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """Tensors of one scale: what of them counts, and their names."""
+    """Tensors of one scale: what of them counts, and their names. Subclasses say what the narrow type holds.
+
+    ``most``: as many elements have each a number of the narrow type.
+    """
 
     use: Use
     names: Sequence[str]
+    most: ClassVar[int]
 
     def of(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """Tensors of 64 bits that mean the same and lose nothing in 32."""
+        """Tensors of 64 bits that mean the same and lose nothing in 32. Raises ``ValueError`` for what is too wide."""
         seen = [x.detach() if torch.compiler.is_compiling() else unwrapped(x).detach() for x in tensors if x.numel()]
         if not seen:
             return tensors
         in_graph = _in_graph(seen)
         if not in_graph and all(x.is_cpu for x in seen) and bool(self.fit(seen)):
             return tensors
-        if self.use is Use.ORDER and not in_graph and self.holds_ranks(sum(x.numel() for x in seen)):
+        if self.use is Use.ORDER and not in_graph and sum(x.numel() for x in seen) <= self.most:
             return _ranks(tensors)
-        offset = self.offset(seen) if self.use < Use.VALUE else None
-        made = tensors if offset is None else [x - offset for x in tensors]
-        moved = seen if offset is None else [x - offset for x in seen]
-        self.check(seen, moved)
+        made, moved = tensors, seen
+        if self.use < Use.VALUE:
+            offset = self._offset(seen)
+            made, moved = ([x - offset for x in each] for each in (tensors, seen))
+        first, *others = self.names
+        beside = "".join(f", which meets '{name}'," for name in others)
+        otherwise = f"tensor '{first}'{beside} {self.refusal}".replace("NAME", first)
+        require(self.fit(moved), otherwise)
         return made
 
     def fit(self, seen: Sequence[Tensor]) -> Tensor:
-        """Whether numbers need nothing taken off."""
+        """Whether the narrow type holds what counts of these numbers."""
         raise NotImplementedError
 
-    def holds_ranks(self, count: int) -> bool:
-        """Whether the narrow type has a number for each of so many elements."""
+    @property
+    def refusal(self) -> str:
+        """What is said of numbers that do not fit; NAME stands for a tensor's."""
         raise NotImplementedError
 
-    def offset(self, seen: Sequence[Tensor]) -> Tensor:
+    def _offset(self, seen: Sequence[Tensor]) -> Tensor:
         """What is taken off all numbers: 0 where they need nothing."""
-        raise NotImplementedError
-
-    def check(self, seen: Sequence[Tensor], moved: Sequence[Tensor]) -> None:
-        """Raise ``ValueError`` where numbers are too wide even so."""
-        raise NotImplementedError
-
-    def _require(self, holds: Callable[[], Tensor], x: Tensor, otherwise: str) -> None:
-        first, *others = self.names
-        beside = "".join(f", which meets '{name}'," for name in others)
-        require(holds, x, f"tensor '{first}'{beside} {otherwise}".replace("NAME", first))
+        low, _ = _ends([x.nan_to_num(math.inf, math.inf, math.inf) for x in seen])
+        _, high = _ends([x.nan_to_num(-math.inf, -math.inf, -math.inf) for x in seen])
+        middle = low // 2 + high // 2  # their sum might leave 64 bits
+        return torch.where(self.fit(seen) | ~middle.isfinite(), torch.zeros_like(middle), middle)
 
 
 class _Ints(_Numbers):
-    def holds_ranks(self, count: int) -> bool:
-        return count <= _I32.max
+    most = _I32.max
 
     def fit(self, seen: Sequence[Tensor]) -> Tensor:
         low, high = _ends(seen)
         inside = (low >= _I32.min) & (high <= _I32.max)
-        return inside & self._is_near(seen) if self.use is Use.DIFFERENCE else inside
+        return inside & (high // 2 - low // 2 < 2**30) if self.use is Use.DIFFERENCE else inside
 
-    def offset(self, seen: Sequence[Tensor]) -> Tensor:
-        low, high = _ends(seen)
-        middle = low // 2 + high // 2  # their sum might leave 64 bits
-        return torch.where((low >= _I32.min) & (high <= _I32.max), torch.zeros_like(middle), middle)
-
-    def check(self, seen: Sequence[Tensor], _moved: Sequence[Tensor]) -> None:
+    @property
+    def refusal(self) -> str:
         if self.use is Use.VALUE:
-            self._require(
-                functools.partial(self.fit, seen), seen[0],
+            return (
                 "has 64 bits and holds numbers beyond i32, which ints of kernels are; take an offset off before the "
-                "call, NAME - NAME.min(), or number what is only compared: torch.unique(NAME, return_inverse=True)[1]",
-            )  # fmt: skip
-        else:
-            self._require(
-                functools.partial(self._is_near, seen), seen[0],
-                "has 64 bits and holds numbers 2**31 and more apart, whose differences are beyond i32, which ints of "
-                "kernels are; divide them before the call, or number what is only compared: "
-                "torch.unique(NAME, return_inverse=True)[1]",
-            )  # fmt: skip
-
-    def _is_near(self, seen: Sequence[Tensor]) -> Tensor:
-        low, high = _ends(seen)
-        return high // 2 - low // 2 < 2**30
+                "call, NAME - NAME.min(), or number what is only compared: torch.unique(NAME, return_inverse=True)[1]"
+            )
+        return (
+            "has 64 bits and holds numbers 2**31 and more apart, whose differences are beyond i32, which ints of "
+            "kernels are; divide them before the call, or number what is only compared: "
+            "torch.unique(NAME, return_inverse=True)[1]"
+        )
 
 
 class _Floats(_Numbers):
-    def holds_ranks(self, count: int) -> bool:
-        return count <= 2**24
+    most = 2**24
 
     @property
     def _near(self) -> float:
@@ -201,18 +186,12 @@ class _Floats(_Numbers):
     def fit(self, seen: Sequence[Tensor]) -> Tensor:
         return torch.stack([_is_held(x, self._near) for x in seen]).all()
 
-    def offset(self, seen: Sequence[Tensor]) -> Tensor:
-        low, _ = _ends([torch.where(x.isfinite(), x, math.inf) for x in seen])
-        _, high = _ends([torch.where(x.isfinite(), x, -math.inf) for x in seen])
-        middle = torch.floor(low / 2 + high / 2)
-        return torch.where(self.fit(seen) | ~middle.isfinite(), 0.0, middle)
-
-    def check(self, seen: Sequence[Tensor], moved: Sequence[Tensor]) -> None:
-        self._require(
-            functools.partial(self.fit, moved), seen[0],
+    @property
+    def refusal(self) -> str:
+        return (
             "is torch.float64 and holds numbers beyond f32, which kernels read: some are more than "
-            f"{self._near:.2g} from the nearest; where that will do, pass NAME.float() or (NAME - NAME.min()).float()",
-        )  # fmt: skip
+            f"{self._near:.2g} from the nearest; where that will do, pass NAME.float() or (NAME - NAME.min()).float()"
+        )
 
 
 def _ends(seen: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ all sequences, [T, H, width], and where each begins; and results as NestedTensor
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,28 +22,21 @@ def is_nested(q: object, k: object, v: object) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class Sequences:
-    """What varlen takes: rows of q, k and v, and where sequences begin."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_offsets: Tensor
-    k_offsets: Tensor
-
-    def nested(self, found: Any) -> Any:
-        """What varlen returns, o [Tq, H, Dv] or that and lse [H, Tq], as NestedTensors [B, H, j, Dv] and [B, H, j]."""
-        o = found[0] if isinstance(found, tuple) else found
-        make: Any = functools.partial(torch.nested.nested_tensor_from_jagged, offsets=self.q_offsets, jagged_dim=2)
-        rows = make(o.transpose(0, 1))
-        return (rows, make(found[1])) if isinstance(found, tuple) else rows
+def nested(found: Any, offsets: Tensor) -> Any:
+    """What varlen returns, o [Tq, H, Dv] or that and lse [H, Tq], as NestedTensors [B, H, j, Dv] and [B, H, j]."""
+    o = found[0] if isinstance(found, tuple) else found
+    make: Any = functools.partial(torch.nested.nested_tensor_from_jagged, offsets=offsets, jagged_dim=2)
+    rows = make(o.transpose(0, 1))
+    return (rows, make(found[1])) if isinstance(found, tuple) else rows
 
 
-def sequences(q: Tensor, k: Tensor, v: Tensor, places: tuple[object, ...]) -> Sequences:
-    """The sequences of NestedTensors. Raises ``TypeError`` and ``ValueError``.
+def sequences(
+    q: Tensor, k: Tensor, v: Tensor, places: tuple[object, ...]
+) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """The rows of NestedTensors, and where sequences of queries and of keys begin: what varlen takes.
 
-    ``places`` are q_start, kv_start, q_total and kv_total, none of which may be given.
+    ``places`` are q_start, kv_start, q_total and kv_total, none of which may be given. Raises ``TypeError`` and
+    ``ValueError``.
     """
     if places != (0, 0, None, None):
         raise ValueError(
@@ -56,7 +48,7 @@ def sequences(q: Tensor, k: Tensor, v: Tensor, places: tuple[object, ...]) -> Se
     if q_offsets.shape != k_offsets.shape:
         raise ValueError(f"'q' has {q_offsets.shape[0] - 1} sequences and 'k' has {k_offsets.shape[0] - 1}")
     _check_same(k_offsets, v_offsets)
-    return Sequences(q_rows, k_rows, v_rows, q_offsets, k_offsets)
+    return (q_rows, k_rows, v_rows), (q_offsets, k_offsets)
 
 
 def _rows(name: str, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -121,10 +121,7 @@ class Extension:
         """Compile and load it now."""
         with self._lock:
             if self.module is None:
-                try:
-                    self._load(build())
-                except (CompilerMissing, CompileFailed, OSError) as error:
-                    self._refuse(str(error))
+                self._build()
 
     def room(self) -> bool:
         """Whether one more plan may be made."""
@@ -142,13 +139,16 @@ class Extension:
         if path is not None:
             self._load(path)
         elif choice in ("1", "on", "true", "yes"):
-            try:
-                self._load(build())
-            except (CompilerMissing, CompileFailed) as error:
-                self._refuse(str(error))
+            self._build()
         elif self._calls >= PATIENCE:
             self._started = True
             threading.Thread(target=self._wait, name="flashgen-node", daemon=True).start()
+
+    def _build(self) -> None:
+        try:
+            self._load(build())
+        except (CompilerMissing, CompileFailed, OSError) as error:
+            self._refuse(str(error))
 
     def _wait(self) -> None:
         """Compile it in a process that ends even if this one does before, at the lowest priority."""

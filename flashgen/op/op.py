@@ -6,6 +6,7 @@ call binds names to positions and goes to the operator (``op_calls.py``).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Never, overload
 
@@ -15,12 +16,13 @@ from flashgen.hosts.kernel import KernelProvider
 from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.cached import CACHED
 from flashgen.op.appending import written
-from flashgen.op.asked import ask_of_cache, placed
+from flashgen.op.asked import ask, placed
 from flashgen.op.cached import cache_of
 from flashgen.op.conversion import splits_argument
 from flashgen.op.op_calls import BACKENDS, OpParts, check_backend, is_repeatable
 from flashgen.op.op_shown import ShownOp, ShowsCaches
-from flashgen.op.registration import call
+from flashgen.op.plain import check_tensors
+from flashgen.op.reference import Reference
 from flashgen.plan.explanation import Explanation
 
 __all__ = ["BACKENDS", "AttentionOp", "BaseOp", "OpParts", "check_backend", "is_repeatable", "make_op"]
@@ -28,6 +30,19 @@ __all__ = ["BACKENDS", "AttentionOp", "BaseOp", "OpParts", "check_backend", "is_
 
 class BaseOp(ShownOp):
     """One attention operator, over ragged batches and caches as well; subclasses say how the plain call is made."""
+
+    _write = staticmethod(written)
+
+    def _with(self, **own: Any) -> AttentionOp:
+        """An op that is called like this one, of which something is otherwise, such as what runs calls."""
+        made = object.__new__(AttentionOp)
+        vars(made).update(vars(self), **own)
+        return made
+
+    @property
+    def reference(self) -> Reference:
+        """The dense formula: called like the op, ``op.reference(q, k, v, dtype=torch.float64)``; see ``Reference``."""
+        return Reference(self._with)
 
     def varlen(
         self,
@@ -125,16 +140,30 @@ class BaseOp(ShownOp):
         nothing = 0.0 if self._signature.has_dropout else None
         tensors = self._tensors(q, k_cache, v_cache, bound, return_lse, nothing, None)
         if k is not None and v is not None:
-            cache, k_cache = written(cache, k_cache, v_cache, k, v)
-            tensors = (tensors[0], k_cache, *tensors[2:])
+            cache, k_cache, v_cache = self._write(cache, k_cache, v_cache, k, v)
+            tensors = (tensors[0], k_cache, v_cache, *tensors[3:])
         places = (cache.lengths, cache.padding, cache.entries, cache.blocks, cache.k_factors, cache.v_factors)
-        return call(
+        return self._run(
             self._kinds[CACHED.name],
             (*tensors, *places),
             (b_start, h_start, b_total, h_total, splits),
             False,
             return_lse,
         )
+
+    def explain(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
+        """What a call with these arguments runs, and why, without running it: tiles, kernels, bytes, predicted time.
+
+        Takes what the op takes, also fake tensors; those on ``meta`` are taken to be on the GPU where the op can use
+        one, else on the CPU. Kernels of a GPU are compiled if they were not before. Raises what the op raises.
+        """
+        device = self._device()
+        check_tensors("qkv", (q, k, v))
+        if self._signature.has_dropout:
+            arguments["seed"] = 0  # none is drawn
+        asking = self._with(_run=functools.partial(self._explained, device))
+        found: Any = asking(placed(q, device), placed(k, device), placed(v, device), **arguments)
+        return found  # type: ignore[no-any-return]
 
     def explain_decode(
         self,
@@ -159,17 +188,20 @@ class BaseOp(ShownOp):
         tensors = self._positional(
             (placed(q, device), placed(k_cache, device), placed(v_cache, device)), self._signature.bind(captured)
         )
-        numbers = (b_start, h_start, b_total, h_total)
-        asked = ask_of_cache(
-            self._kinds[CACHED.name].engine, tensors, block_table, numbers, splits_argument(num_splits), device
-        )
-        shows = self._shows(asked.call.device.type)
-        if not isinstance(shows, ShowsCaches) or asked.call.is_empty:
+        if block_table is not None and block_table.dim() != 2:
+            raise ValueError(f"'block_table' has shape {list(block_table.shape)}; i32[B, P] is expected")
+        columns = 0 if block_table is None else block_table.shape[1]
+        room, splits = k_cache.shape[2] * max(columns, 1), splits_argument(num_splits)
+        numbers: Any = (b_start, h_start, b_total, h_total, room, columns, splits)
+        nothing = 0.0 if self._signature.has_dropout else None
+        call, told = ask(self._kinds[CACHED.name].engine, tensors, (numbers, False), nothing, device)
+        shows = self._shows(call.device.type)
+        if not isinstance(shows, ShowsCaches) or call.is_empty:
             raise ValueError(
                 f"'{self.spec.name}': explain_decode says what calls with pairs run on GPUs and on the emulator; "
-                f"q is on {asked.call.device}, with backend={self._parts.backend!r}"
+                f"q is on {call.device}, with backend={self._parts.backend!r}"
             )
-        return shows.explain_cached(self.spec.name, asked.told)
+        return shows.explain_cached(self.spec.name, told)
 
 
 class AttentionOp(BaseOp):

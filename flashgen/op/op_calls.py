@@ -29,8 +29,7 @@ from flashgen.op.engine import Engine
 from flashgen.op.f8 import factors_of_call
 from flashgen.op.lengths import check_starts
 from flashgen.op.narrowing import Narrowing
-from flashgen.op.nested import is_nested, sequences
-from flashgen.op.reference import Reference, check_return_lse, refuse_dropout
+from flashgen.op.nested import is_nested, nested, sequences
 from flashgen.op.registered import Registered
 from flashgen.op.registration import call, register
 from flashgen.op.selecting import engine_of
@@ -51,7 +50,7 @@ class OpParts:
     compiler was found. Where it is a ``Shows``, it says what the op shows of itself. ``sources`` and ``identity`` tell
     ops of one operator apart, as far as others run. ``backend`` is what was asked for. ``reopen`` makes the op again in
     another process, for pickling. ``label`` and ``edited``, sources that a user changed, are what the operator's name
-    covers beside spec and backend. ``remember`` is told this name when a program with the op is exported.
+    covers beside spec and backend. ``remember`` is called when a program with the op is exported.
     """
 
     spec: AttentionSpec
@@ -62,7 +61,7 @@ class OpParts:
     reopen: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
     label: str = ""
     edited: tuple[KernelText, ...] = ()
-    remember: Callable[[str], None] | None = None
+    remember: Callable[[], None] | None = None
 
     @property
     def operator(self) -> str:
@@ -83,17 +82,22 @@ def check_backend(backend: str | None) -> None:
 
 
 class OpCalls:
-    """The operators of one spec, and calls of them by position."""
+    """The operators of one spec, and calls of them by position.
+
+    ``_run`` runs a call whose arguments are bound; ``_is_exact``: captured real numbers keep their precision.
+    """
+
+    _run: Callable[..., Any] = staticmethod(call)
+    _is_exact = False
 
     def __init__(self, parts: OpParts) -> None:
         check_backend(parts.backend)
         self._parts = parts
         name = parts.operator
-        remember = None if parts.remember is None else functools.partial(parts.remember, name)
 
         def registered(kind: Kind) -> Registered:
             find = functools.partial(self._made, kind)
-            return register(f"{name}{kind.suffix}", parts.identity_of_engine, find, remember)
+            return register(f"{name}{kind.suffix}", parts.identity_of_engine, find, parts.remember)
 
         # By names: torch.compile traces calls, and hashes no kind.
         self._kinds = {kind.name: registered(kind) for kind in KINDS.values() if kind.suffix is not None}
@@ -181,18 +185,15 @@ class OpCalls:
                     "'q_descale', 'k_descale' and 'v_descale' go with dense q, k and v, not with jagged ones"
                 )
             q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total = offsets
-            given = sequences(q, k, v, (q_start, kv_start, q_total, kv_total))
-            starts, numbers = (given.q_offsets, given.k_offsets), (b_start, h_start, b_total, h_total, None, None)
-            return given.nested(
-                self._call_ragged(
-                    given.q, given.k, given.v, starts, numbers, captured, deterministic, return_lse, dropout_p, seed
-                )
-            )
+            rows, starts = sequences(q, k, v, (q_start, kv_start, q_total, kv_total))
+            numbers = (b_start, h_start, b_total, h_total, None, None)
+            found = self._call_ragged(*rows, starts, numbers, captured, deterministic, return_lse, dropout_p, seed)
+            return nested(found, starts[0])
         tensors = self._tensors(q, k, v, captured, return_lse, dropout_p, seed)
         if getattr(q, "dtype", None) is F8 or not (descales[0] is descales[1] is descales[2] is None):
             factors = factors_of_call(self._positional((q, k, v), ()), descales)
-            return call(self._kinds[EIGHT_BITS.name], (*tensors, *factors), offsets, False, return_lse)
-        return call(self._registered, tensors, offsets, is_repeatable(deterministic), return_lse)
+            return self._run(self._kinds[EIGHT_BITS.name], (*tensors, *factors), offsets, False, return_lse)
+        return self._run(self._registered, tensors, offsets, is_repeatable(deterministic), return_lse)
 
     def _tensors(
         self,
@@ -218,10 +219,10 @@ class OpCalls:
                 )
         if not signature.has_dropout:
             if dropout_p is not None:
-                refuse_dropout(self.spec, dropout_p)
+                _refuse_dropout(self.spec, dropout_p)
             if seed is not None:
                 seed_argument(seed, q.device)  # of no use, but no less wrong
-        check_return_lse(self.spec, signature, return_lse)
+        _check_return_lse(self.spec, signature, return_lse)
         return tensors
 
     def _check_names(self, method: str, kind: Kind) -> None:
@@ -248,25 +249,17 @@ class OpCalls:
         self._check_names("varlen", RAGGED)
         tensors = self._tensors(q, k, v, captured, return_lse, dropout_p, seed)
         cu_seqlens = [check_starts(name, x, q.device) for name, x in zip(RAGGED.tensors, starts, strict=True)]
-        return call(
+        return self._run(
             self._kinds[RAGGED.name], (*tensors, *cu_seqlens), numbers, is_repeatable(deterministic), return_lse
         )
 
-    @property
-    def reference(self) -> Reference:
-        """The dense formula: called like the op, ``op.reference(q, k, v, dtype=torch.float64)``; see ``Reference``."""
-        return Reference(self.spec, self._signature, self._positional, self._registered.engine.checker)
-
-    def _positional(self, tensors: Tensors, captured: Sequence[object], *, is_exact: bool = False) -> Tensors:
-        """q, k and v, checked to be tensors, and what is captured, in the order and the types of the operator.
-
-        ``is_exact``: real numbers keep their precision.
-        """
+    def _positional(self, tensors: Tensors, captured: Sequence[object]) -> Tensors:
+        """q, k and v, checked to be tensors, and what is captured, in the order and the types of the operator."""
         q, k, v = tensors
         if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
             name, x = next((name, x) for name, x in zip("qkv", tensors, strict=True) if not isinstance(x, Tensor))
             raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
-        signature = self._signature
+        signature, is_exact = self._signature, self._is_exact
         dtypes, count = signature.dtypes, len(signature.tensors)
         given: list[object] = list(self.narrowing.narrowed(captured, is_exact=is_exact) if captured else ())
         for n, value in enumerate(given):
@@ -296,3 +289,18 @@ def is_repeatable(deterministic: bool | None) -> bool:
         return are_deterministic_algorithms_enabled()
     check_switch("deterministic", deterministic)
     return deterministic
+
+
+def _check_return_lse(spec: AttentionSpec, signature: Signature, return_lse: object) -> None:
+    """Raise ``TypeError`` for what is no bool, and ``ValueError`` where there is no lse to return."""
+    if not return_lse:
+        return
+    check_switch("return_lse", return_lse)
+    if not signature.has_lse:
+        raise ValueError(f"return_lse: '{spec.name}' has pointwise weights, which have no denominator and so no lse")
+
+
+def _refuse_dropout(spec: AttentionSpec, probability: float | Tensor) -> None:
+    """Raise ``ValueError`` where a spec without dropout is to drop anything."""
+    if isinstance(probability, Tensor) or probability != 0:
+        raise ValueError(f"dropout_p: '{spec.name}' has no dropout; add the statement `dropout 0.0` to the spec")

@@ -10,20 +10,18 @@ from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor, are_deterministic_algorithms_enabled
 
 from flashgen.hosts.asked import AskedCall
 from flashgen.ir.fingerprint import KernelText
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.spec_text import declared
-from flashgen.kinds.eight_bits import EIGHT_BITS
-from flashgen.op.asked import Asked, ask, placed
+from flashgen.op.asked import ask, placed
+from flashgen.op.call import Call, Rest, Tensors
 from flashgen.op.conversion import offset_arguments
 from flashgen.op.eight_bits import F8
 from flashgen.op.f8 import wide_type
 from flashgen.op.op_calls import HOST_BACKENDS, OpCalls
-from flashgen.op.reference import check_return_lse, refuse_dropout
-from flashgen.op.registered import NAMESPACE
+from flashgen.op.registered import NAMESPACE, Registered
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.notebook import drawn
 from flashgen.plan.plans import Plans
@@ -70,70 +68,41 @@ class ShownOp(OpCalls):
         shows = self._shows(self._device().type)
         return () if shows is None else shows.sources()
 
-    def explain(
+    def _explained(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        return_lse: bool = False,
-        dropout_p: float | Tensor | None = None,
-        seed: int | Tensor | None = None,  # noqa: ARG002 - the arguments are those of the op
-        q_start: int = 0,
-        kv_start: int = 0,
-        b_start: int = 0,
-        h_start: int = 0,
-        q_total: int | None = None,
-        kv_total: int | None = None,
-        b_total: int | None = None,
-        h_total: int | None = None,
-        deterministic: bool | None = None,
-        **captured: Any,
+        device: torch.device,
+        op: Registered,
+        tensors: Tensors,
+        offsets: tuple[object, ...],
+        deterministic: bool,
+        _return_lse: bool,
     ) -> Explanation:
-        """What a call with these arguments runs, and why, without running it: tiles, kernels, bytes, predicted time.
-
-        Takes what the op takes but for descales, which change nothing of it, also fake tensors; those on ``meta`` are
-        taken to be on the GPU where the op can use one, else on the CPU. Kernels of a GPU are compiled if they were
-        not before. Raises what the op raises.
-        """
-        device = self._device()
-        tensors = self._positional(
-            (placed(q, device), placed(k, device), placed(v, device)), self._signature.bind(captured)
-        )
-        check_return_lse(self.spec, self._signature, return_lse)
-        if dropout_p is not None and not self._signature.has_dropout:
-            refuse_dropout(self.spec, dropout_p)
-        offsets = offset_arguments((q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total))
-        repeatable = are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-        rest, widens = (offsets, repeatable), ""
-        asked = ask(
-            (self._kinds[EIGHT_BITS.name] if tensors[0].dtype is F8 else self._registered).engine,
-            tensors,
-            rest,
-            dropout_p,
-            device,
-        )
-        if asked.call.kernel is None and tensors[0].dtype is F8:
-            dtype = wide_type(self._registered.engine.checker.dtypes, asked.call.device)
-            wide = (placed(torch.empty_like(x, dtype=dtype, device="meta"), asked.call.device) for x in tensors[:3])
-            asked = ask(self._registered.engine, (*wide, *tensors[3:]), rest, dropout_p, device)
+        """What a call runs whose arguments are bound, in the place of ``registration.call``."""
+        signature, widens = self._signature, ""
+        rest: Rest = (offset_arguments(offsets), deterministic)
+        dropout_p = tensors[signature.inputs + 1] if signature.has_dropout else None
+        call, told = ask(op.engine, tensors, rest, dropout_p, device)
+        if call.kernel is None and tensors[0].dtype is F8:
+            dtype = wide_type(self._registered.engine.checker.dtypes, call.device)
+            wide = (placed(torch.empty_like(x, dtype=dtype, device="meta"), call.device) for x in tensors[:3])
+            call, told = ask(self._registered.engine, (*wide, *tensors[3:]), rest, dropout_p, device)
             widens = f"no kernel of this target multiplies 8 bits: q, k and v are widened to {dtype} first"
-        shows = self._shows(asked.call.device.type)
-        if asked.call.kernel is not None and shows is not None and not asked.call.is_empty:
-            found = shows.explain(self.spec.name, asked.told)
+        shows = self._shows(call.device.type)
+        if call.kernel is not None and shows is not None and not call.is_empty:
+            found = shows.explain(self.spec.name, told)
             instead = widens or self._registered.engine.runs_instead(tensors, rest)
             reasons = (instead, *found.reasons) if instead else found.reasons
             return replace(found, reasons=reasons, derivatives=self._registered.derivatives)
         return Explanation(
             name=self.spec.name,
-            backend="none" if asked.call.is_empty else "reference",
-            device=str(asked.call.device),
+            backend="none" if call.is_empty else "reference",
+            device=str(call.device),
             target="none",
-            head_dim=str(asked.call.head_dim),
-            element=str(asked.told.element),
-            shape=asked.told.shape,
+            head_dim=str(call.head_dim),
+            element=str(told.element),
+            shape=told.shape,
             passes=(),
-            reasons=(*([widens] if widens else []), _why_no_kernel(asked, self._parts.backend)),
+            reasons=(*([widens] if widens else []), _why_no_kernel(call, self._parts.backend)),
             derivatives=self._registered.derivatives,
         )
 
@@ -192,11 +161,11 @@ class ShownOp(OpCalls):
         return self._parts.reopen
 
 
-def _why_no_kernel(asked: Asked, backend: str | None) -> str:
-    if asked.call.is_empty:
+def _why_no_kernel(call: Call, backend: str | None) -> str:
+    if call.is_empty:
         return "there is no pair of a query and a key: the result is zeros"
     if backend == "reference":
         return "backend='reference' evaluates the dense formula by PyTorch's operators"
-    if asked.call.kernel is not None:
+    if call.kernel is not None:
         return "the kernels of this op say nothing of themselves"
     return "no compiler was found: the tiled reference stands in, made of PyTorch's operators"

@@ -14,27 +14,22 @@ from torch import Tensor
 
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ScalarType
-from flashgen.op.call import Call, Tensors, check_probability
+from flashgen.op.call import probability_in_force
 from flashgen.op.captured import Captured
 from flashgen.op.lengths import drops_by_length, params_by_length
-from flashgen.reference.dense import Dropout, drop_probability, param_values
+from flashgen.op.taken import Taken
+from flashgen.reference.dense import Dropout, param_values
 from flashgen.reference.philox import drop_threshold, survivor_scale
 
 
 class PerSequence:
     """What changes from sequence to sequence, for kernels and the reference: params and dropout by their lengths."""
 
-    def __init__(
-        self,
-        spec: AttentionSpec,
-        call: Call,
-        pairs: Sequence[tuple[int, int]],
-        tensors: Tensors,
-        captured: Captured,
-    ) -> None:
-        self._spec, self._call, self._captured = spec, call, captured
-        self._by_length = by_length = params_by_length(spec, captured.given)
-        self._own_dropout = drops_by_length(spec, tensors, by_length)
+    def __init__(self, spec: AttentionSpec, taken: Taken, captured: Captured) -> None:
+        self._spec, self._call, self._captured = spec, taken.call, captured
+        pairs = taken.pairs
+        self._by_length = by_length = params_by_length(spec, captured.given) if pairs else set()
+        self._own_dropout = bool(pairs) and drops_by_length(spec, taken.tensors, by_length)
         self._known: dict[tuple[int, int], tuple[tuple[float, ...], float]] = {}
         self._pairs = pairs if by_length or self._own_dropout else ()
 
@@ -89,8 +84,7 @@ class PerSequence:
             values = {param.name: values.get(param.name, given.get(param.name, 0.0)) for param in params}
             probability = 0.0
             if self._own_dropout and 0 not in lens:
-                probability = drop_probability(self._spec, values, sizes)
-                check_probability("dropout", probability)
+                probability = probability_in_force(self._spec, values, sizes)
             self._known[lens] = (tuple(values.values()), probability)
         return self._known[lens]
 
@@ -103,6 +97,4 @@ def check_numbers(spec: AttentionSpec, given: Sequence[Tensor | None], sizes: Ma
     present = {param.name: x.item() for param, x in zip(spec.params, given, strict=False) if x is not None}
     values = param_values(spec, present, sizes)
     if spec.dropout is not None:
-        chosen = given[-1]
-        probability = drop_probability(spec, values, sizes) if chosen is None else float(chosen.item())
-        check_probability("dropout" if chosen is None else "dropout_p", probability)
+        probability_in_force(spec, values, sizes, given[-1])

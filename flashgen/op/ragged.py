@@ -44,13 +44,7 @@ class RaggedCall(Taken):
         return self.found.pairs
 
     def problems(self, spec: AttentionSpec) -> Iterator[OneProblem]:
-        """Each sequence that gives anything."""
-        for number, q_rows, k_rows in self.found.sequences():
-            shard = of_sequence(self.call.shard, number, q_rows, k_rows)
-            if not tiled.gives_nothing(spec, shard):
-                own = (q_rows, k_rows, k_rows)
-                rows = (x[each].transpose(0, 1)[None] for x, each in zip(self.tensors[:3], own, strict=True))
-                yield number, shard, tuple(rows), functools.partial(_of_sequence, q_rows, k_rows)
+        return problems(spec, self.call.shard, self.found, self.tensors)
 
     def finish(self, o: Tensor, lse: Tensor | None) -> None:
         """Rows behind the last sequence belong to none."""
@@ -105,11 +99,21 @@ def _of_sequence(q_rows: slice, k_rows: slice, place: Place, x: Any) -> Any:
     return x[q_rows if place is Place.QUERIES else k_rows].transpose(0, 1)[None]
 
 
-def of_sequence(shard: Shard, number: int, q_rows: slice, k_rows: slice) -> Shard:
+def problems(spec: AttentionSpec, batch: Shard, found: Lengths, tensors: Sequence[Tensor]) -> Iterator[OneProblem]:
+    """Each sequence that gives anything."""
+    for number, q_rows, k_rows in found.sequences():
+        shard = of_sequence(batch, number, q_rows, k_rows)
+        if not tiled.gives_nothing(spec, shard):
+            view = functools.partial(_of_sequence, q_rows, k_rows)
+            places = (Place.QUERIES, Place.KEYS, Place.KEYS)
+            yield number, shard, tuple(view(place, x) for place, x in zip(places, tensors, strict=False)), view
+
+
+def of_sequence(batch: Shard, number: int, q_rows: slice, k_rows: slice) -> Shard:
     """One sequence of a batch of them."""
-    b_total, h_total, _, _ = shard.totals()
+    b_total, h_total, _, _ = batch.totals()
     return Shard(
-        batch=1, heads=shard.heads, kv_heads=shard.kv_heads,
+        batch=1, heads=batch.heads, kv_heads=batch.kv_heads,
         q_len=q_rows.stop - q_rows.start, kv_len=k_rows.stop - k_rows.start,
-        b_start=shard.b_start + number, h_start=shard.h_start, b_total=b_total, h_total=h_total,
+        b_start=batch.b_start + number, h_start=batch.h_start, b_total=b_total, h_total=h_total,
     )  # fmt: skip

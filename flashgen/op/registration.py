@@ -29,11 +29,11 @@ from flashgen.hosts.kernel import Node
 from flashgen.op import duals
 from flashgen.op.call import Attended, Call, Rest, Tensors
 from flashgen.op.conversion import offset_arguments
-from flashgen.op.derivatives import AttentionBackward, tangents_of
+from flashgen.op.derivatives import by_operator, tangents_of
 from flashgen.op.engine import Engine
 from flashgen.op.fakes import fake_backward, fake_forward
 from flashgen.op.flops import count_flops
-from flashgen.op.mapping import Batch, by_samples, folds, has_samples, mapped
+from flashgen.op.mapping import Batch, folded_inputs, has_samples, mapped
 from flashgen.op.node import extension, node_of
 from flashgen.op.plain import check_tensors, has_distributed, is_plain, is_what_it_seems, transforming, with_memory
 from flashgen.op.registered import NAMESPACE, Registered, registry
@@ -106,8 +106,9 @@ def _register(name: str, engine: Engine, remember: Callable[[], None] | None) ->
 # Autograd -------------------------------------------------------------------------------------------------------------
 
 
-# The op, what runs its forward pass (operator or engine), and the operator's arguments that are no tensors.
-How = tuple[Registered, Callable[[Tensors, Rest], Attended], Rest]
+# The op, what runs its forward pass (operator or engine), the operator's arguments that are no tensors, and whether lse
+# and its parts are results: autograd looks after each of them.
+How = tuple[Registered, Callable[[Tensors, Rest], Attended], Rest, bool]
 
 
 class Attention(torch.autograd.Function):
@@ -118,11 +119,9 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, how: How, *tensors: Any) -> Any:
-        op, run, rest = how
-        found = run(tensors, rest)
-        _save(ctx, op, rest, tensors, *found)
-        ctx.mark_non_differentiable(found[2])
-        return found
+        found = how[1](tensors, how[2])
+        _save(ctx, how, tensors, *found)
+        return found if how[3] else found[0]
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None = None, _: Tensor | None = None) -> Any:
@@ -146,25 +145,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
         """Tangents of o and lse, of which the parts have none."""
-        op, rest = ctx.op, ctx.rest
-        found = tangents_of(op, op.engine.program, ctx.saved_tensors, tangents, rest)
-        return (*found, None) if len(found) > 1 else found[0]
-
-
-class OutputAlone(Attention):
-    """``Attention`` without lse among its results, where nobody asked for it: autograd looks after each of them."""
-
-    @staticmethod
-    def forward(ctx: Any, how: How, *tensors: Any) -> Any:
-        op, run, rest = how
-        found = run(tensors, rest)
-        _save(ctx, op, rest, tensors, *found)
-        return found[0]
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:
-        op, rest = ctx.op, ctx.rest
-        return tangents_of(op, op.engine.program, ctx.saved_tensors, tangents, rest)[0]
+        found = tangents_of(ctx.op, ctx.op.engine.program, ctx.saved_tensors, tangents, ctx.rest)
+        return (*found, None) if ctx.gives_lse else found[0]
 
 
 class TransformedAttention(Attention):
@@ -172,30 +154,26 @@ class TransformedAttention(Attention):
 
     @staticmethod
     def forward(how: How, *tensors: Any) -> Any:  # type: ignore[override]
-        op, run, rest = how
-        found = run(tensors, rest)
-        return found if op.signature.has_lse else found[0]
+        found = how[1](tensors, how[2])
+        return found if how[3] else found[0]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        (op, _, rest), *tensors = inputs
-        _save(ctx, op, rest, tensors, *(output if op.signature.has_lse else (output, None, None)))
-        if op.signature.has_lse:
-            ctx.mark_non_differentiable(output[2])
+        how, *tensors = inputs
+        _save(ctx, how, tensors, *(output if how[3] else (output, None, None)))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, how: How, *tensors: Any) -> Any:
-        op, _, rest = how
-        axes = None
-        if op.batch.inputs is not None and folds(op.batch, op.signature, tensors, rest):
-            axes = (op.batch.inputs, op.batch.outputs)
+        op, _, rest, gives_lse = how
+        inputs = folded_inputs(op.batch, op.signature, tensors, rest)
+        axes = None if inputs is None else (inputs, op.batch.outputs)
 
         def call(*own: Any) -> tuple[Tensor, ...]:
             found = TransformedAttention.apply(how, *own)  # type: ignore[no-untyped-call]
-            return found if op.signature.has_lse else (found,)
+            return found if gives_lse else (found,)
 
         found, dims = mapped(call, info, in_dims[1:], tensors, axes)
-        return (found, dims) if op.signature.has_lse else (found[0], dims[0])
+        return (found, dims) if gives_lse else (found[0], dims[0])
 
 
 def _gradients(
@@ -215,24 +193,15 @@ def _gradients(
             if is_what_it_seems((*arriving, *tensors)):
                 raise
     args = (d_o, *((d_lse, *kept) if kept else ()), *tensors)
-    if has_samples(args):
-        first = len(args) - len(tensors)
-        return [
-            *by_samples(
-                lambda *own: _gradients(op, (own[0], own[1] if kept else None), own[2:first], own[first:], rest, needs),
-                args,
-            )
-        ]
-    found: list[Tensor]
-    if transforming():
-        found = list(AttentionBackward.apply((op, rest, tuple(needs)), *args))  # type: ignore[no-untyped-call]
-    else:
-        found = op.backward(*args, *rest[0], rest[1], needs)
+    if transforming() or has_samples(args):
+        return list(by_operator(op, args, rest, needs))
+    found: list[Tensor] = op.backward(*args, *rest[0], rest[1], needs)
     return found
 
 
-def _save(ctx: Any, op: Registered, rest: Rest, tensors: Sequence[Any], *found: Tensor | None) -> None:
+def _save(ctx: Any, how: How, tensors: Sequence[Any], *found: Tensor | None) -> None:
     """Keep what backward needs. Raises ``ValueError`` where a gradient is wanted that the spec does not declare."""
+    op, _, rest, gives_lse = how
     for position, declaration in op.signature.fixed:
         if ctx.needs_input_grad[1 + position]:
             raise ValueError(
@@ -243,7 +212,9 @@ def _save(ctx: Any, op: Registered, rest: Rest, tensors: Sequence[Any], *found: 
     if forward_ad._current_level >= 0:
         ctx.save_for_forward(*tensors)
     ctx.set_materialize_grads(False)
-    ctx.op, ctx.rest = op, rest
+    ctx.op, ctx.rest, ctx.gives_lse = op, rest, gives_lse
+    if gives_lse:
+        ctx.mark_non_differentiable(found[2])
 
 
 def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], deterministic: bool, return_lse: bool) -> Any:
@@ -262,7 +233,7 @@ def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], determin
             if not return_lse and op.engine.has_nodes and (result := _by_node(op, tensors, rest)) is not None:
                 return result
             if is_grad_enabled() and _any_requires_grad(*tensors):
-                result = (_attention if return_lse else _output_alone)((op, op.engine.attend, rest), *tensors)
+                result = _attention((op, op.engine.attend, rest, return_lse), *tensors)
                 return result[:2] if return_lse else result
             o, lse, _ = op.engine.attend(tensors, rest, return_lse)
         except (RuntimeError, AttributeError):  # the memory of what has none was asked for, or None for the type of q
@@ -272,8 +243,7 @@ def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], determin
             return (o, lse) if return_lse else o
     op = op.first or op  # so that both passes are its engine's
     if forward_ad._current_level >= 0 and not is_compiling():
-        function = Attention if op.signature.has_lse else OutputAlone
-        found = duals.attend(op, tensors, rest, function.apply)
+        found = duals.attend(op, tensors, rest, Attention.apply)
         if found is not None:
             return found if return_lse else found[0]
     check_tensors(op.signature.inputs_by_name, tensors)
@@ -287,7 +257,8 @@ def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], determin
     if transforming():
         # What they save is what runs: the dispatcher would cast below them.
         tensors = _cast_for_region(op, tensors)
-        result = TransformedAttention.apply((op, op.attend_below_autograd, rest), *tensors)  # type: ignore[no-untyped-call]
+        how = (op, op.attend_below_autograd, rest, op.signature.has_lse)
+        result = TransformedAttention.apply(how, *tensors)  # type: ignore[no-untyped-call]
     else:
         result = op.forward(*tensors, *rest[0], rest[1])
     return result[:2] if return_lse else result[0] if op.signature.has_lse else result
@@ -319,18 +290,16 @@ def _node_of(op: Registered, known: Call, tensors: Tensors, rest: Rest) -> Node 
 
 # ``apply`` without its search for wrappers of torch.func, where there are none.
 _attention: Callable[..., Any] = super(torch.autograd.Function, Attention).apply
-_output_alone: Callable[..., Any] = super(torch.autograd.Function, OutputAlone).apply
 
 
 def _autograd(op: Registered, *args: Any) -> Any:
     # Autograd's own function looks after tangents, too.
     if (torch.is_grad_enabled() and _any_requires_grad(*args)) or forward_ad._current_level >= 0:
         count = op.signature.tensor_arguments
-        kind = Attention if op.signature.has_lse else OutputAlone
-        tensors = (
-            args[:count] if is_compiling() else with_memory(args[:count])
-        )  # what backward finds saved is read at once
-        return kind.apply((op, op.attend_below_autograd, (args[count:-1], args[-1])), *tensors)  # type: ignore[no-untyped-call]
+        # What backward finds saved is read at once.
+        tensors = args[:count] if is_compiling() else with_memory(args[:count])
+        how = (op, op.attend_below_autograd, (args[count:-1], args[-1]), op.signature.has_lse)
+        return Attention.apply(how, *tensors)  # type: ignore[no-untyped-call]
     with torch._C._AutoDispatchBelowAutograd():
         return op.forward(*args)
 
@@ -338,8 +307,7 @@ def _autograd(op: Registered, *args: Any) -> Any:
 def _backward_autograd(op: Registered, *args: Any) -> list[Tensor]:
     if (torch.is_grad_enabled() and _any_requires_grad(*args)) or forward_ad._current_level >= 0:
         end = (4 if op.signature.has_lse else 0) + 1 + op.signature.tensor_arguments
-        how = (op, (args[end:-2], args[-2]), tuple(args[-1]))
-        return list(AttentionBackward.apply(how, *args[:end]))  # type: ignore[no-untyped-call]
+        return list(by_operator(op, args[:end], (args[end:-2], args[-2]), args[-1]))
     return op.backward_below_autograd(*args)
 
 

@@ -32,8 +32,8 @@ def lowered_tensors(spec: AttentionSpec, tensors: Mapping[str, Tensor], sizes: M
     found = selection_of(spec)
     if found is None:
         return dict(tensors)
-    check_numbers(found.select, tensors, sizes)
     listed = tensors[found.select.tensor]
+    check_numbers(found.select, listed, sizes)
     blocks = -(-sizes["Nk"] // found.select.block)
     made = {found.bits.name: _bits(listed, blocks)}
     if found.tiles is not None:
@@ -45,15 +45,15 @@ def lowered_tensors(spec: AttentionSpec, tensors: Mapping[str, Tensor], sizes: M
 def check_selection(spec: AttentionSpec, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> None:
     """The same check where the formula runs, which reads lists as they are."""
     if spec.select is not None:
-        named = {declared.name: x for declared, x in zip(spec.tensors, tensors, strict=True)}
-        check_numbers(spec.select, named, sizes)
+        listed = [each.name for each in spec.tensors].index(spec.select.tensor)
+        check_numbers(spec.select, tensors[listed], sizes)
 
 
-def check_numbers(select: Select, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
+def check_numbers(select: Select, listed: Tensor, sizes: Mapping[str, int]) -> None:
     """Where it is asked for: raise ``ValueError`` for a number that is no block's. It waits for the device."""
     if os.environ.get(CHECK_SELECTION, "").strip() in ("", "0"):
         return
-    listed, blocks = tensors[select.tensor], -(-sizes["Nk"] // select.block)
+    blocks = -(-sizes["Nk"] // select.block)
     outside = (listed < -1) | (listed >= blocks)
     if outside.any():
         place = outside.nonzero()[0].tolist()

@@ -1,7 +1,7 @@
-"""A call as an engine runs it, of a kind that takes more than dense calls do.
+"""A call as an engine runs it.
 
-In: what a kind makes of its operator's tensors (``ragged.py``, ``cached.py``, ``f8.py``). Out: the tensors of a dense
-call, values of the kind's own fields, and the dense problems that the call is made of.
+In: what a kind makes of its operator's tensors (``ragged.py``, ``cached.py``, ``f8.py``), or a dense call. Out: the
+tensors of a dense call, values of the kind's own fields, and the dense problems that the call is made of.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.call import Call, Rest, Tensors
+from flashgen.reference import tiled
 from flashgen.reference.programs import Place
 from flashgen.reference.shard import Shard
 
@@ -40,9 +41,10 @@ class Taken:
         """The lengths of each sequence, of queries and of keys, where the host knows them."""
         return ()
 
-    def problems(self, spec: AttentionSpec) -> Iterator[OneProblem]:  # noqa: ARG002 - some go by the spec
-        """Those that give anything, of a kind by sequence."""
-        return iter(())
+    def problems(self, spec: AttentionSpec) -> Iterator[OneProblem]:
+        """Those that give anything: one, but of kinds by sequence."""
+        if not tiled.gives_nothing(spec, self.call.shard):
+            yield 0, self.call.shard, self.tensors, _all_of
 
     def widened(self, dtypes: Sequence[torch.dtype]) -> Tensors | None:  # noqa: ARG002 - of 8 bits
         """What dense calls take in their place where there is no kernel, in one of these types; None: the same."""
@@ -53,3 +55,7 @@ class Taken:
 
     def finish_gradients(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         """The same of gradients."""
+
+
+def _all_of(_place: Place, x: Any) -> Any:
+    return x

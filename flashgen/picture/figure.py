@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.picture.mask import CellClass, MaskPicture, caption
-from flashgen.picture.paint import EMPTY, FULL, KEPT, MASKED, PALETTE, Color, paint, size_of
+from flashgen.analysis.tiles import TileClass
+from flashgen.picture.mask import MaskPicture, caption
+from flashgen.picture.paint import LEGEND, PALETTE, hex_of, paint, size_of
 from flashgen.picture.plotting import figure
 
 _PIXELS = 960
@@ -52,7 +53,7 @@ def _draw_order(axes: Any, picture: MaskPicture) -> None:
     ]
     if max(rows, columns) <= _MOST_NUMBERED:
         for number, ((row, column), (x, y)) in enumerate(zip(picture.order(), middles, strict=True), start=1):
-            dark = picture.classes[row, column] == CellClass.FULL
+            dark = picture.classes[row, column] == TileClass.FULL
             axes.text(x, y, str(number), ha="center", va="center", fontsize=5.5, color="white" if dark else "#333333")
     elif max(rows, columns) <= _MOST_LINES:
         for row in range(rows):
@@ -65,14 +66,7 @@ def _draw_order(axes: Any, picture: MaskPicture) -> None:
 def _add_legend(drawn: Any) -> None:
     from matplotlib.patches import Patch  # noqa: PLC0415 - the extra may be missing
 
-    def patch(color: Color, label: str) -> Any:
-        red, green, blue = (part / 255 for part in color)
-        return Patch(facecolor=(red, green, blue), edgecolor="#999999", linewidth=0.4, label=label)
-
-    entries = (
-        patch(FULL, "FULL"),
-        patch(KEPT, "PARTIAL, kept"),
-        patch(MASKED, "PARTIAL, masked"),
-        patch(EMPTY, "EMPTY, never visited"),
-    )
+    entries = [
+        Patch(facecolor=hex_of(color), edgecolor="#999999", linewidth=0.4, label=label) for color, label in LEGEND
+    ]
     drawn.legend(handles=entries, loc="outside lower left", ncols=4, fontsize=6.5, handlelength=1, columnspacing=1)

@@ -16,9 +16,8 @@ from flashgen.compiler.compiled import compiled
 from flashgen.emit.text import spec_lines
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.spec_text import spec_text
-from flashgen.picture.mask import MaskPicture, caption, mask_picture
-from flashgen.picture.paint import EMPTY, FULL, KEPT, MASKED, Color, paint, png, size_of
-from flashgen.picture.usual import check_drawable, usual_shape
+from flashgen.picture.mask import MaskPicture, caption, check_drawable, mask_picture, usual_shape
+from flashgen.picture.paint import LEGEND, Color, paint, png, size_of
 from flashgen.plan.plans import Plans
 from flashgen.targets.cpu.device import local_cpu
 from flashgen.targets.cpu.target import CpuTarget
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from flashgen.op.op import BaseOp
 
 _PIXELS = 256
-_LEGEND = ((FULL, "FULL"), (KEPT, "PARTIAL, kept"), (MASKED, "PARTIAL, masked"), (EMPTY, "EMPTY, never visited"))
 
 
 def of_op(op: BaseOp) -> str:
@@ -82,7 +80,7 @@ def _picture(picture: MaskPicture) -> str:
         f'<img src="data:image/png;base64,{data}" width="{width}" height="{height}" alt="{"; ".join(lines)}" '
         'style="image-rendering:pixelated;max-width:none"/>'
     )
-    legend = " ".join(f"{_swatch(color)}&nbsp;{escape(label)}" for color, label in _LEGEND)
+    legend = " ".join(f"{_swatch(color)}&nbsp;{escape(label)}" for color, label in LEGEND)
     below = "<br/>".join([*lines, legend])
     return f'<figure style="margin:0;font-size:85%">{image}<figcaption>{below}</figcaption></figure>'
 

@@ -8,16 +8,16 @@ tiles are classified by intervals and halved only where that does not settle the
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import IntEnum
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashgen.analysis.boxes import CODES, PARTIAL, Boxes, classify_boxes
+from flashgen.analysis.boxes import Boxes, classify_boxes
 from flashgen.analysis.ranging import LoadRange
 from flashgen.analysis.selection import read_of_calls
 from flashgen.analysis.tiles import TileClass, loads_of
@@ -31,24 +31,16 @@ from flashgen.op.selected import lowered_tensors
 from flashgen.reference.dense import param_values
 from flashgen.reference.evaluate import Evaluator
 from flashgen.reference.guard import Guard
-from flashgen.reference.shard import Shard
-from flashgen.verification.captured import realistic_captured, sizes_of
+from flashgen.verification.captured import realistic_captured, sizes_of, tensor_shape
+from flashgen.verification.inputs import fitting
 
+DEFAULT_SHAPE = Shape(1, 8, 8, 1024, 1024)
 MOST_CELLS = 128  # a side: more cannot be told apart in a picture
 MOST_PIXELS = 512  # a side
 SAMPLES = 4  # query rows, and keys, of a pixel that are evaluated
 _AT_ONCE = 2**22  # pairs
-
-
-class CellClass(IntEnum):
-    """``TileClass`` as numbers of an array."""
-
-    EMPTY = 0
-    PARTIAL = 1
-    FULL = 2
-
-
-_NUMBERS = {TileClass.EMPTY: CellClass.EMPTY, TileClass.PARTIAL: CellClass.PARTIAL, TileClass.FULL: CellClass.FULL}
+_ANY = 2**62  # pairs
+_MOST_ELEMENTS = 2**26  # of a tensor that is drawn at random
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +48,7 @@ class MaskPicture:
     """One batch entry and head of a mask.
 
     ``Br`` and ``Bc`` are the tile's, ``grouped`` the tiles that a cell of ``classes`` holds, by rows and by columns:
-    (1, 1) unless there are more than ``MOST_CELLS`` a side. ``classes`` [rows, columns] are ``CellClass``es. ``kept``
+    (1, 1) unless there are more than ``MOST_CELLS`` a side. ``classes`` [rows, columns] are ``TileClass``es. ``kept``
     [y, x] is the share of pairs kept in each pixel, ``kept_share`` that of all pairs: exact if ``exact``, else from
     samples in every pixel. ``drawn`` are the captured tensors that were drawn at random with ``seed``; ``varies``
     names what other pictures there are: of other batch entries, of other heads.
@@ -81,12 +73,12 @@ class MaskPicture:
     @property
     def counts(self) -> Mapping[str, int]:
         """How many cells there are of each class, by the names of the classes."""
-        return {each.name: int((self.classes == each).sum()) for each in reversed(CellClass)}
+        return {each.name: int((self.classes == each).sum()) for each in reversed(TileClass)}
 
     @property
     def visited_share(self) -> float:
         """The share of cells that are not EMPTY."""
-        return float((self.classes != CellClass.EMPTY).mean())
+        return float((self.classes != TileClass.EMPTY).mean())
 
     @property
     def cell(self) -> tuple[int, int]:
@@ -95,7 +87,7 @@ class MaskPicture:
 
     def order(self) -> Iterator[tuple[int, int]]:
         """The visited cells in the order of the forward pass: tiles of queries outside, tiles of keys inside."""
-        for row, column in np.argwhere(self.classes != CellClass.EMPTY):
+        for row, column in np.argwhere(self.classes != TileClass.EMPTY):
             yield int(row), int(column)
 
 
@@ -118,7 +110,7 @@ def mask_picture(
     ``captured`` are tensors on the CPU, drawn at random where there are none; ``params`` values, defaults likewise.
     """
     variant = analyse(spec, head_dim)
-    read = read_of_calls(spec, (node.tensor for node in walk(variant.keep) if isinstance(node, Load)))
+    read = _read(variant, spec)
     drawn = () if captured is not None else tuple(each.name for each in spec.tensors if each.name in read)
     if captured is None:
         captured = realistic_captured(spec, shape, head_dim, seed=seed, names=read)
@@ -127,7 +119,7 @@ def mask_picture(
     rows, columns = -(-shape.q_len // Br), -(-shape.kv_len // Bc)
     grouped = _grouping(rows), _grouping(columns)
     cell = Br * grouped[0], Bc * grouped[1]
-    classes = np.full((-(-rows // grouped[0]), -(-columns // grouped[1])), CellClass.PARTIAL, np.uint8)
+    classes = np.full((-(-rows // grouped[0]), -(-columns // grouped[1])), TileClass.PARTIAL, np.uint8)
     _classify(scene, classes, cell)
     kept, share, exact = _sample(scene, pixels, seed)
     return MaskPicture(
@@ -147,6 +139,28 @@ def mask_picture(
         seed=seed,
         varies=scene.varies(),
     )
+
+
+def _read(variant: Variant, spec: AttentionSpec) -> frozenset[str]:
+    """The tensors of a spec that its mask reads."""
+    return read_of_calls(spec, (node.tensor for node in walk(variant.keep) if isinstance(node, Load)))
+
+
+def usual_shape(spec: AttentionSpec) -> Shape:
+    """The one that a picture has where nobody says another."""
+    return fitting(spec, DEFAULT_SHAPE, pairs=_ANY)
+
+
+def check_drawable(spec: AttentionSpec, shape: Shape) -> None:
+    """Raise ``ValueError`` where a tensor that the mask reads would take too long to draw at random."""
+    read = _read(analyse(spec, spec.head_dims[0]), spec)
+    for tensor in (each for each in spec.tensors if each.name in read):
+        elements = math.prod(tensor_shape(tensor, shape, spec.head_dims[0]))
+        if elements > _MOST_ELEMENTS:
+            raise ValueError(
+                f"the tensor '{tensor.name}' would have {elements:,} elements, which takes too long to draw; "
+                f"{_MOST_ELEMENTS:,} are allowed"
+            )
 
 
 def caption(picture: MaskPicture) -> tuple[str, ...]:
@@ -180,7 +194,7 @@ def coarser(classes: NDArray[np.uint8]) -> NDArray[np.uint8]:
     even = np.pad(classes, [(0, length % 2) for length in classes.shape], mode="edge")
     fours = even.reshape(even.shape[0] // 2, 2, even.shape[1] // 2, 2)
     lowest, highest = fours.min(axis=(1, 3)), fours.max(axis=(1, 3))
-    return np.where(lowest == highest, lowest, CellClass.PARTIAL).astype(np.uint8)
+    return np.where(lowest == highest, lowest, TileClass.PARTIAL).astype(np.uint8)
 
 
 def _grouping(tiles: int) -> int:
@@ -204,7 +218,7 @@ class _Scene:
         here = {
             "b": torch.tensor(self.batch),
             "h": torch.tensor(self.head),
-            "hkv": torch.tensor(self.head // self.shard.group),
+            "hkv": torch.tensor(self.head // (self.shape.heads // self.shape.kv_heads)),
             "i": torch.from_numpy(i)[:, None],
             "j": torch.from_numpy(j)[None, :],
         }
@@ -218,14 +232,9 @@ class _Scene:
     def loads(self) -> LoadRange:
         return loads_of(as_arrays(self.captured))
 
-    @property
-    def shard(self) -> Shard:
-        shape = self.shape
-        return Shard(shape.batch, shape.heads, shape.kv_heads, shape.q_len, shape.kv_len)
-
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
-        return self.shard.sizes(self.variant.head_dim.qk, self.variant.head_dim.v)
+        return sizes_of(self.shape, self.variant.head_dim)
 
     @functools.cached_property
     def params(self) -> dict[str, bool | int | float]:
@@ -268,9 +277,10 @@ def _classify(scene: _Scene, classes: NDArray[np.uint8], cell: tuple[int, int]) 
             ),
             scene.loads,
         )
-        for place, code in zip(boxes[found != PARTIAL].tolist(), found[found != PARTIAL].tolist(), strict=True):
-            classes[place[0] : place[1], place[2] : place[3]] = _NUMBERS[CODES[code]]
-        boxes = _halves(boxes[found == PARTIAL])
+        settled = found != TileClass.PARTIAL
+        for (r0, r1, c0, c1), code in zip(boxes[settled].tolist(), found[settled].tolist(), strict=True):
+            classes[r0:r1, c0:c1] = code
+        boxes = _halves(boxes[~settled])
 
 
 def _halves(boxes: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -1,20 +1,22 @@
-"""A ``MaskPicture`` as pixels: one colour for each class, white where nothing is computed.
+"""A ``MaskPicture`` as pixels, one colour for each class, white where nothing is computed; and as letters.
 
 In: a ``MaskPicture`` and a size. Out: an array of palette entries; written as a PNG of a few kilobytes where the
-picture is small. Blue is kept, the darker the fewer comparisons it takes; sand is computed for nothing.
+picture is small. Blue is kept, the darker the fewer comparisons it takes; sand is computed for nothing. Letters
+are for terminals without colours.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from pathlib import Path
+from collections.abc import Sequence
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flashgen.picture.mask import CellClass, MaskPicture
-from flashgen.picture.plotting import pillow
+from flashgen.analysis.tiles import TileClass
+from flashgen.picture.mask import MaskPicture, coarser
 
 Color = tuple[int, int, int]
 
@@ -22,6 +24,8 @@ EMPTY: Color = (246, 246, 246)
 FULL: Color = (30, 77, 122)
 KEPT: Color = (79, 155, 217)  # in a PARTIAL tile
 MASKED: Color = (248, 222, 184)  # the same, not kept
+LEGEND = ((FULL, "FULL"), (KEPT, "PARTIAL, kept"), (MASKED, "PARTIAL, masked"), (EMPTY, "EMPTY, never visited"))
+LETTERS = MappingProxyType({"FULL": "█", "PARTIAL": "▒", "EMPTY": "·"})
 _SHADES = 15  # between MASKED and KEPT
 _LINE_FROM = 6  # pixels: cells of this size are told apart by lines
 
@@ -40,11 +44,25 @@ def paint(picture: MaskPicture, height: int, width: int) -> NDArray[np.uint8]:
     kept = picture.kept[np.ix_(_scaled(picture.kept.shape[0], height), _scaled(picture.kept.shape[1], width))]
     cells = rows // picture.cell[0], columns // picture.cell[1]
     classes = picture.classes[np.ix_(*cells)]
-    colors = np.where(classes == CellClass.PARTIAL, 2 + np.rint(kept * _SHADES), classes == CellClass.FULL)
+    colors = np.where(classes == TileClass.PARTIAL, 2 + np.rint(kept * _SHADES), classes == TileClass.FULL)
     if min(height / picture.classes.shape[0], width / picture.classes.shape[1]) >= _LINE_FROM:
         lines = _starts(cells[0])[:, None] | _starts(cells[1])[None, :]
         colors = np.where(lines, colors + len(_COLORS), colors)
     return colors.astype(np.uint8)
+
+
+def letters(picture: MaskPicture, width: int) -> list[str]:
+    """A line for each row of cells, two letters a cell; at most ``width`` letters and half as many lines."""
+    return [
+        "".join(2 * LETTERS[TileClass(number).name] for number in row) for row in reduced(picture.classes, width // 2)
+    ]
+
+
+def reduced(classes: NDArray[np.uint8], most: int) -> NDArray[np.uint8]:
+    """No more than ``most`` cells a side: cells that disagree are PARTIAL together."""
+    while max(classes.shape) > most:
+        classes = coarser(classes)
+    return classes
 
 
 def size_of(picture: MaskPicture, longest: int) -> tuple[int, int]:
@@ -54,15 +72,8 @@ def size_of(picture: MaskPicture, longest: int) -> tuple[int, int]:
     return max(least, longest * q // max(q, k)), max(least, longest * k // max(q, k))
 
 
-def save_small(picture: MaskPicture, path: Path, longest: int = 112) -> None:
-    """A PNG without any text; the same bytes for the same picture and version of Pillow."""
-    image = pillow().fromarray(paint(picture, *size_of(picture, longest)))
-    image.putpalette(PALETTE.tobytes())
-    image.save(path, format="PNG", optimize=True)
-
-
 def png(pixels: NDArray[np.uint8]) -> bytes:
-    """A PNG of palette entries, [height, width], as notebooks take it: without Pillow, which may be missing."""
+    """A PNG of palette entries, [height, width], the same bytes for the same entries; it needs nothing but NumPy."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         body = kind + content
@@ -74,6 +85,11 @@ def png(pixels: NDArray[np.uint8]) -> bytes:
     image = zlib.compress(rows.tobytes(), 9)
     chunks = ((b"IHDR", header), (b"PLTE", PALETTE.tobytes()), (b"IDAT", image), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*each) for each in chunks)
+
+
+def hex_of(color: Sequence[int]) -> str:
+    """A colour as HTML has it."""
+    return "#{:02x}{:02x}{:02x}".format(*color)
 
 
 def _scaled(length: int, pixels: int) -> NDArray[np.int64]:

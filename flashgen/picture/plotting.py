@@ -1,4 +1,4 @@
-"""Matplotlib and Pillow, which the extra ``plot`` brings, and the style that all figures share."""
+"""Matplotlib, which the extra ``plot`` brings, and the style that all figures share."""
 
 from __future__ import annotations
 
@@ -40,11 +40,6 @@ class PlottingMissing(RuntimeError):  # noqa: N818 - reads as what it says
 def require() -> None:
     """Ask for what pictures need before anything takes long. Raises ``PlottingMissing``."""
     _import("matplotlib")
-
-
-def pillow() -> Any:
-    """``PIL.Image``. Raises ``PlottingMissing``."""
-    return _import("PIL.Image")
 
 
 @contextmanager

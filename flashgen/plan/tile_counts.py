@@ -16,9 +16,10 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from flashgen.analysis.boxes import FULL, PARTIAL, Boxes, classify_tiles
+from flashgen.analysis.boxes import Boxes, classify_tiles
 from flashgen.analysis.pieces import is_cut
 from flashgen.analysis.ranging import LoadRange
+from flashgen.analysis.tiles import TileClass
 from flashgen.analysis.variant import Variant
 from flashgen.ir.build import constant_value
 from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index_set, literal, size, substitute, walk
@@ -164,7 +165,7 @@ class _Found:
     """Counts by row of tiles, and by column of tiles, of boxes that are settled."""
 
     def __init__(self, grid: _Grid, settled: Sequence[_Settled]) -> None:
-        full = [each for each in settled if each.code == FULL]
+        full = [each for each in settled if each.code == TileClass.FULL]
         ones = np.ones(grid.columns, dtype=np.int64)
         self.full = _by_row(grid, full, ones)
         self.partial = _by_row(grid, settled, ones) - self.full
@@ -231,14 +232,14 @@ class _Grid:
             if most is not None and asked > most:
                 return None, asked
             codes = self._classify(boxes, single, most_cut)
-            settled.append(_Settled(FULL, boxes.take(codes == FULL)))
-            settled.append(_Settled(PARTIAL, boxes.take((codes == PARTIAL) & single)))
-            boxes = self._halves(boxes.take((codes == PARTIAL) & ~single))
+            settled.append(_Settled(TileClass.FULL, boxes.take(codes == TileClass.FULL)))
+            settled.append(_Settled(TileClass.PARTIAL, boxes.take((codes == TileClass.PARTIAL) & single)))
+            boxes = self._halves(boxes.take((codes == TileClass.PARTIAL) & ~single))
         return _Found(self, settled), asked
 
     def _classify(self, boxes: _TileBoxes, single: NDArray[np.bool_], most_cut: int | None) -> NDArray[np.int8]:
         if self.keep == literal(True):
-            return np.full(len(boxes), FULL, dtype=np.int8)
+            return np.full(len(boxes), TileClass.FULL, dtype=np.int8)
         call, (b, h, i, j) = self.call, self.call.starts
         return classify_tiles(
             self.keep,

@@ -13,8 +13,9 @@ gives o = 0, lse = -inf and zero gradients; so does a row whose denominator is 0
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from flashgen.ir.build import constant_value
 from flashgen.ir.expr import Expr, Literal, Symbol, SymbolKind, literal, size, substitute, walk
-from flashgen.ir.spec import AttentionSpec, Select
+from flashgen.ir.spec import AttentionSpec, Param, Select
 from flashgen.ir.types import ScalarType
 from flashgen.reference.evaluate import Evaluator
 from flashgen.reference.guard import Guard
@@ -95,7 +96,7 @@ def param_values(spec: AttentionSpec, given: Mapping[str, float], sizes: Mapping
 
     Raises ``KeyError`` for a required one that is missing.
     """
-    values: dict[Expr, Expr] = {size(name): literal(value) for name, value in sizes.items()}
+    values = known_values(sizes)
     found: dict[str, float] = {}
     for param in spec.params:
         if param.name in given:
@@ -108,20 +109,26 @@ def param_values(spec: AttentionSpec, given: Mapping[str, float], sizes: Mapping
                 with np.errstate(over="ignore"):
                     value = float(np.float32(value))
         found[param.name] = float(value) if param.type is ScalarType.FLOAT else int(value)
-        symbol = Symbol(param.type, name=param.name, kind=SymbolKind.PARAM)
-        values[symbol] = Literal(param.type, value=found[param.name])
+        values |= known_values({}, (param,), found)
     return found
+
+
+def known_values(
+    sizes: Mapping[str, int], declared: Sequence[Param] = (), params: Mapping[str, float] = MappingProxyType({})
+) -> dict[Expr, Expr]:
+    """What sizes, and the params that are ``declared``, stand for in expressions."""
+    own: dict[Expr, Expr] = {
+        Symbol(each.type, name=each.name, kind=SymbolKind.PARAM): Literal(each.type, value=params[each.name])
+        for each in declared
+    }
+    return {size(name): literal(value) for name, value in sizes.items()} | own
 
 
 def drop_probability(spec: AttentionSpec, params: Mapping[str, float], sizes: Mapping[str, int]) -> float:
     """The spec's drop probability for these params; 0 without a dropout statement."""
     if spec.dropout is None:
         return 0.0
-    values: dict[Expr, Expr] = {size(name): literal(value) for name, value in sizes.items()}
-    for param in spec.params:
-        symbol = Symbol(param.type, name=param.name, kind=SymbolKind.PARAM)
-        values[symbol] = Literal(param.type, value=params[param.name])
-    return float(constant_number(substitute(spec.dropout, values)))
+    return float(constant_number(substitute(spec.dropout, known_values(sizes, spec.params, params))))
 
 
 def constant_number(expr: Expr) -> float:

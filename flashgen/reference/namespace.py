@@ -21,6 +21,12 @@ class TorchNamespace:
     """Torch in one working precision."""
 
     dtype: torch.dtype
+    isnan = staticmethod(torch.isnan)
+    logical_not = staticmethod(torch.logical_not)
+    abs = staticmethod(torch.abs)
+    floor = staticmethod(torch.floor)
+    ceil = staticmethod(torch.ceil)
+    round = staticmethod(torch.round)
 
     def is_float(self, x: Value) -> bool:
         return x.is_floating_point() if isinstance(x, Tensor) else isinstance(x, float)
@@ -33,12 +39,6 @@ class TorchNamespace:
 
     def where(self, c: Tensor, x: Value, y: Value) -> Tensor:
         return torch.where(c, _like(x, y), _like(y, x))
-
-    def isnan(self, x: Tensor) -> Tensor:
-        return torch.isnan(x)
-
-    def logical_not(self, x: Tensor) -> Tensor:
-        return torch.logical_not(x)
 
     def minimum(self, x: Value, y: Value) -> Tensor:
         return torch.minimum(_tensor(x, y), _tensor(y, x))
@@ -55,20 +55,8 @@ class TorchNamespace:
     def remainder(self, x: Value, y: Value) -> Tensor:
         return torch.remainder(_tensor(x, y), _tensor(y, x))
 
-    def abs(self, x: Tensor) -> Tensor:
-        return torch.abs(x)
-
     def pow(self, x: Value, y: Value) -> Tensor:
         return torch.pow(_tensor(x, y), _tensor(y, x))
-
-    def floor(self, x: Tensor) -> Tensor:
-        return torch.floor(x)
-
-    def ceil(self, x: Tensor) -> Tensor:
-        return torch.ceil(x)
-
-    def round(self, x: Tensor) -> Tensor:
-        return torch.round(x)
 
     def call(self, function: Library, x: Tensor) -> Tensor:
         computed: Tensor = getattr(torch, function.torch[0])(x)

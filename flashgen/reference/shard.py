@@ -39,10 +39,15 @@ class Shard:
     @property
     def is_whole(self) -> bool:
         """Whether there is no other part."""
-        starts = (self.b_start, self.h_start, self.q_start, self.kv_start)
-        totals = (self.b_total, self.h_total, self.q_total, self.kv_total)
-        local = (self.batch, self.heads, self.q_len, self.kv_len)
-        return not any(starts) and all(all_of_it in (None, own) for all_of_it, own in zip(totals, local, strict=True))
+        return not any(self._starts) and self.totals() == self._lengths
+
+    @property
+    def _starts(self) -> tuple[int, int, int, int]:
+        return self.b_start, self.h_start, self.q_start, self.kv_start
+
+    @property
+    def _lengths(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads, self.q_len, self.kv_len
 
     @property
     def group(self) -> int:
@@ -52,7 +57,7 @@ class Shard:
     @property
     def is_empty(self) -> bool:
         """Whether there is no pair at all."""
-        return 0 in (self.batch, self.heads, self.q_len, self.kv_len)
+        return 0 in self._lengths
 
     def totals(self) -> tuple[int, int, int, int]:
         """What B, H, Nq and Nk mean."""
@@ -94,8 +99,8 @@ class Shard:
         """Raise ``ValueError`` where an offset is negative, a total too small, or a size beyond 32 bits."""
         for name, start, length, total in zip(
             ("b", "h", "q", "kv"),
-            (self.b_start, self.h_start, self.q_start, self.kv_start),
-            (self.batch, self.heads, self.q_len, self.kv_len),
+            self._starts,
+            self._lengths,
             self.totals(),
             strict=True,
         ):

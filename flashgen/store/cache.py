@@ -30,7 +30,7 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -129,9 +129,8 @@ class Cache:
         """The path of a stored file that agrees with its seal, as ``others`` do, and can be loaded, or None."""
         if any(self.read(key, each) is None for each in (file, *others)):
             return None
-        if file.endswith(_LOADED) and self._refuses_libraries():
-            return None
-        return self._real_root() / key / file
+        root = self._real_root()
+        return None if file.endswith(_LOADED) and _refuses_libraries(root) else root / key / file
 
     def read(self, key: str, file: str) -> bytes | None:
         """The content of a stored file that agrees with its seal, or None."""
@@ -169,7 +168,7 @@ class Cache:
         built: Mapping[str, bytes] | None = None
         try:
             self._require_execution(file)
-            with self._lock(key, what or file):
+            with exclusive(self._made(_LOCKS) / f"{key}.lock", what or file):
                 found = self.find(key, file, *others)
                 if found is not None:
                     return found
@@ -184,7 +183,8 @@ class Cache:
             private = _private_root(os.getpid())
             if self.root == private:
                 raise
-            _warn_once(os.getpid(), str(error) if isinstance(error, UntrustedFolder) else self._complaint(error))
+            is_doubted = isinstance(error, UntrustedFolder)
+            _warn_once(os.getpid(), str(error) if is_doubted else f"'{self.root}': {error.strerror or error}")
             ready = built
             return Cache(private).fetch(key, file, build if ready is None else lambda: ready, *others, what=what)
 
@@ -259,21 +259,9 @@ class Cache:
         _trust(doubt_about_folder(folder.parent) or doubt_about(folder))  # another may have made them first
         return folder
 
-    def _refuses_libraries(self) -> bool:
-        """Whether the file system does not let libraries run."""
-        return _refuses_libraries(self._real_root())
-
     def _require_execution(self, file: str) -> None:
-        if file.endswith(_LOADED) and self._refuses_libraries():
+        if file.endswith(_LOADED) and _refuses_libraries(self._real_root()):
             raise OSError(errno.EPERM, "its file system is mounted noexec, so that no library can be loaded from it")
-
-    def _complaint(self, error: OSError) -> str:
-        return f"'{self.root}': {error.strerror or error}"
-
-    @contextlib.contextmanager
-    def _lock(self, key: str, what: str) -> Iterator[None]:
-        with exclusive(self._made(_LOCKS) / f"{key}.lock", what):
-            yield
 
     def _store(self, key: str, file: str, content: Mapping[str, bytes]) -> Path:
         folder = self._made(key)

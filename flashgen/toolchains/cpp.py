@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ THIS_CPU = "-march=native"
 OPTIONAL_FLAGS = (THIS_CPU, "-mprefer-vector-width=512", "-ffp-contract=fast", "-fopenmp")
 CANDIDATES = ("c++", "g++", "clang++")
 
-_LIBRARY = "library.so"
+_LIBRARY, LOG = "library.so", "compile.log"
 _INSTALL = (
     "Install one (Debian: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install) or set CXX."
 )
@@ -140,18 +140,9 @@ def compile_with(source: Source, flags: Sequence[str], compiler: Compiler, key: 
 
     Raises ``CompileFailed``.
     """
-
-    def built() -> dict[str, bytes]:
-        with tempfile.TemporaryDirectory(prefix="flashgen-build-") as folder, compiling(source.name, compiler.name):
-            code, library = Path(folder) / f"{source.name}.cpp", Path(folder) / _LIBRARY
-            code.write_text(in_one(code.name, source.text, source.headers), encoding="utf-8")
-            log, success = _run(compiler, [code.name, "-o", library.name, *flags], Path(folder))
-            if not success or not library.is_file():
-                raise CompileFailed(f"{shlex.join(compiler.command)} could not compile '{source.name}'", log)
-            return {_LIBRARY: library.read_bytes(), "compile.log": log.encode()}
-
+    build = functools.partial(_build, source, compiler, flags)
     try:
-        return Cache.default().fetch(key, _LIBRARY, built, what=source.name)
+        return fetched(Cache.default(), key, (_LIBRARY,), build, _shown(source), source.name)[0]
     except OSError as error:
         raise CompileFailed(f"'{source.name}' could not be compiled: {error}", str(error)) from None
 
@@ -164,46 +155,60 @@ def available_cores() -> int:
 def binary_key(source: Source, compiler: Compiler) -> str:
     """The name of a source's entry in the cache."""
     parts = [source.text, *(text for _, text in source.headers), *(f"{name}={value}" for name, value in source.defines)]
-    parts += [
-        *REQUIRED_FLAGS,
-        *compiler.optional_flags,
-        *compiler.command,
-        compiler.version,
-        *compiler.flags,
-        cpu_identity(),
-    ]
-    return key_of(*parts)
+    parts += [*REQUIRED_FLAGS, *compiler.optional_flags, *compiler.command, compiler.version, *compiler.flags]
+    return key_of(*parts, cpu_identity())
 
 
 @functools.cache
 def cpu_identity() -> str:
     """What ``-march=native`` depends on: the machine's architecture, CPU model and features."""
     fields = {"model name", "flags", "Features", "CPU implementer", "CPU part", "isa"}
-    lines = []
+    told = read_cpuinfo()
+    lines = set() if told else {platform.processor()}
+    for line in told.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in fields:
+            lines.add(f"{name.strip()}: {' '.join(sorted(value.split()))}")
+    return "\n".join([platform.machine(), *sorted(lines)])
+
+
+def read_cpuinfo(file: Path = Path("/proc/cpuinfo")) -> str:
+    """What Linux says of its processors; nothing where there is no such file."""
     try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() in fields:
-                lines.append(f"{name.strip()}: {' '.join(sorted(value.split()))}")
+        return file.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        lines.append(platform.processor())
-    return "\n".join([platform.machine(), *sorted(set(lines))])
+        return ""
 
 
 def _compile(source: Source, cache: Cache, compiler: Compiler) -> Binary:
     start = time.perf_counter()
     key = binary_key(source, compiler)
-    path = cache.find(key, _LIBRARY)
-    cached = path is not None
-    if path is None:
-        try:
-            path = cache.fetch(key, _LIBRARY, lambda: _build(source, compiler), what=source.name)
-        except CompileFailed as failure:
-            text = in_one(f"{source.name}.cpp", source.text, source.headers).encode()
-            folder = cache.keep(key, {f"{source.name}.cpp": text, "compile.log": failure.log.encode()})
-            kept = "" if folder is None else f"\nsource and log: {folder}"
-            raise CompileFailed(f"{failure}{kept}", failure.log) from None
+    build = functools.partial(_build, source, compiler)
+    path, cached = fetched(cache, key, (_LIBRARY,), build, _shown(source), source.name)
     return Binary(source.name, path, key, time.perf_counter() - start, cached)
+
+
+def fetched(
+    cache: Cache,
+    key: str,
+    files: Sequence[str],
+    build: Callable[[], Mapping[str, bytes]],
+    shown: Mapping[str, bytes],
+    what: str,
+) -> tuple[Path, bool]:
+    """The path of the first of some files of an entry, and whether it was there before; else they are built.
+
+    Where a compiler refuses a source, that stays for people, as ``shown``, with the log. Raises ``CompileFailed``.
+    """
+    path = cache.find(key, *files)
+    if path is not None:
+        return path, True
+    try:
+        return cache.fetch(key, files[0], build, *files[1:], what=what), False
+    except CompileFailed as failure:
+        folder = cache.keep(key, {**shown, LOG: failure.log.encode()})
+        kept = "" if folder is None else f"\nsource and log: {folder}"
+        raise CompileFailed(f"{failure}{kept}", failure.log) from None
 
 
 def load_library(path: Path) -> ctypes.CDLL:
@@ -216,43 +221,43 @@ def load_library(path: Path) -> ctypes.CDLL:
         ) from None
 
 
-def _build(source: Source, compiler: Compiler) -> dict[str, bytes]:
-    """The files of an entry. Built in the system's temporary folder: the cache sees only what is finished."""
+def _build(source: Source, compiler: Compiler, flags: Sequence[str] | None = None) -> dict[str, bytes]:
+    """The files of an entry, by the flags of kernels or by these alone.
+
+    Built in the system's temporary folder: the cache sees only what is finished.
+    """
     try:
         with tempfile.TemporaryDirectory(prefix="flashgen-build-") as folder, compiling(source.name, compiler.name):
-            return _build_in(Path(folder), source, compiler)
+            return _build_in(Path(folder), source, compiler, flags)
     except OSError as error:
         place = f"the temporary folder '{tempfile.gettempdir()}'"
         message = f"'{source.name}' could not be compiled in {place}: {error.strerror or error}; TMPDIR names another"
         raise CompileFailed(message, str(error)) from None
 
 
-def _build_in(scratch: Path, source: Source, compiler: Compiler) -> dict[str, bytes]:
-    code = scratch / f"{source.name}.cpp"
+def _build_in(scratch: Path, source: Source, compiler: Compiler, flags: Sequence[str] | None) -> dict[str, bytes]:
+    code, library = scratch / f"{source.name}.cpp", scratch / _LIBRARY
     code.write_text(in_one(code.name, source.text, source.headers), encoding="utf-8")
-    library = scratch / _LIBRARY
-    defines = [f"-D{name}={value}" for name, value in source.defines]
-    arguments = [*REQUIRED_FLAGS, *defines, *compiler.flags, code.name, "-o", library.name]
-    optional = compiler.optional_flags
-    log, success = _run(compiler, [*optional, *arguments], scratch)
-    if not success:
-        accepted = [flag for flag in optional if _accepts(compiler, flag, scratch)]
-        if len(accepted) < len(optional):
-            log, success = _run(compiler, [*accepted, *arguments], scratch)
+    files = [code.name, "-o", library.name]
+    if flags is None:
+        defines = [f"-D{name}={value}" for name, value in source.defines]
+        log, success = _run_with_optional(compiler, [*REQUIRED_FLAGS, *defines, *compiler.flags, *files], scratch)
+    else:
+        log, success = _run(compiler, [*files, *flags], scratch)
+    command = shlex.join(compiler.command)
     if not success:
         complaints = [line for line in log.splitlines() if "error" in line] or log.strip().splitlines()
-        command = shlex.join(compiler.command)
         raise CompileFailed(f"{command} could not compile '{source.name}': {complaints[0]}", log)
     if not library.is_file():
-        command = shlex.join(compiler.command)
         raise CompileFailed(
             f"{command} wrote no library for '{source.name}', and did not say why: is it a compiler?", log
         )
-    return {
-        _LIBRARY: library.read_bytes(),
-        f"{source.name}.cpp": code.read_bytes(),
-        "compile.log": log.encode(),
-    }
+    return {_LIBRARY: library.read_bytes(), **_shown(source), LOG: log.encode()}
+
+
+def _shown(source: Source) -> dict[str, bytes]:
+    """The file of an entry for people to read."""
+    return {f"{source.name}.cpp": source.text.encode()}
 
 
 def _accepts(compiler: Compiler, flag: str, scratch: Path) -> bool:
@@ -265,12 +270,19 @@ def predefined(compiler: Compiler) -> str | None:
     """The macros that the compiler defines where it compiles kernels, one a line; None where it does not say."""
     asked = ["-std=c++17", "-dM", "-E", "-x", "c++", os.devnull]
     with tempfile.TemporaryDirectory(prefix="flashgen-build-") as folder:
-        scratch = Path(folder)
-        said, success = _run(compiler, [*compiler.optional_flags, *compiler.flags, *asked], scratch)
-        if not success:
-            accepted = [flag for flag in compiler.optional_flags if _accepts(compiler, flag, scratch)]
-            said, success = _run(compiler, [*accepted, *compiler.flags, *asked], scratch)
+        said, success = _run_with_optional(compiler, [*compiler.flags, *asked], Path(folder))
     return said if success else None
+
+
+def _run_with_optional(compiler: Compiler, arguments: list[str], scratch: Path) -> tuple[str, bool]:
+    """The same with the optional flags, but for those that are refused."""
+    optional = compiler.optional_flags
+    log, success = _run(compiler, [*optional, *arguments], scratch)
+    if not success:
+        accepted = [flag for flag in optional if _accepts(compiler, flag, scratch)]
+        if len(accepted) < len(optional):
+            log, success = _run(compiler, [*accepted, *arguments], scratch)
+    return log, success
 
 
 def _run(compiler: Compiler, arguments: list[str], scratch: Path) -> tuple[str, bool]:

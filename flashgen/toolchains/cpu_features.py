@@ -11,7 +11,7 @@ import platform
 import re
 from pathlib import Path
 
-from flashgen.toolchains.cpp import Compiler, predefined
+from flashgen.toolchains.cpp import Compiler, predefined, read_cpuinfo
 
 # Macros of compilers whose features Linux calls otherwise; the others' names are the same but for underscores.
 _OTHERWISE = {"sse3": "pni", "bmi": "bmi1", "lzcnt": "abm", "pclmul": "pclmulqdq", "sha": "shani"}
@@ -41,9 +41,6 @@ def needed(compiler: Compiler) -> tuple[str, ...] | None:
 
 def lacking(features: tuple[str, ...], cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
     """Those that the CPU at hand does not have; all, where the system does not say."""
-    try:
-        found = re.search(r"^flags\s*:(.*)$", cpuinfo.read_text(errors="replace"), re.MULTILINE)
-    except OSError:
-        found = None
+    found = re.search(r"^flags\s*:(.*)$", read_cpuinfo(cpuinfo), re.MULTILINE)
     there = {name.replace("_", "") for name in found[1].split()} if found else set()
     return tuple(name for name in features if name not in there)

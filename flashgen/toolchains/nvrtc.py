@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from flashgen.store.cache import Cache, key_of
 from flashgen.store.compiling import compiling
 from flashgen.store.headers import Headers, Source, in_one
-from flashgen.toolchains.cpp import CompileFailed, CompilerMissing
+from flashgen.toolchains.cpp import LOG, CompileFailed, CompilerMissing, fetched
 
 OPTIONS = ("-std=c++17", "--ptxas-options=-v", "-diag-suppress=177")  # not every spec uses every primitive
 INSTALL = "pip install 'flashgen[cuda13]', or flashgen[cuda12] where the driver knows no CUDA 13"
@@ -27,7 +27,7 @@ INSTALL = "pip install 'flashgen[cuda13]', or flashgen[cuda12] where the driver 
 # Since CUDA 13 NVRTC keeps binaries where there is a GPU, and says nothing of what it took from there.
 _OPTIONS_SINCE_13 = ("--no-cache",)
 
-_CUBIN, _LOG = "kernels.cubin", "compile.log"
+_CUBIN = "kernels.cubin"
 _KERNEL = re.compile(r"Function properties for (\w+)\n")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _SERIALIZED = re.compile(r"wgmma\.mma_async instructions are serialized .*function '(\w+)'")
@@ -77,7 +77,7 @@ class CudaSource(Source, Protocol):
 
 def is_compiled(source: CudaSource, target: str) -> bool:
     """Whether the cache has it. Raises ``NvrtcMissing``."""
-    return Cache.default().find(_key(source, _options(source, target)), _CUBIN, _LOG) is not None
+    return Cache.default().find(_key(source, _options(source, target)), _CUBIN, LOG) is not None
 
 
 def _options(source: CudaSource, target: str) -> tuple[str, ...]:
@@ -100,16 +100,9 @@ def compile_cuda(source: CudaSource, target: str, *, cache: Cache | None = None,
     options = _options(source, target)
     key = _key(source, options)
     shown = f"{source.name}, {part}" if part else source.name
-    path = cache.find(key, _CUBIN, _LOG)
-    cached = path is not None
-    if path is None:
-        try:
-            path = cache.fetch(key, _CUBIN, lambda: _build(nvrtc, source, options, shown), _LOG, what=shown)
-        except CompileFailed as failure:
-            folder = cache.keep(key, {**_shown(source), _LOG: failure.log.encode()})
-            kept = "" if folder is None else f"\nsource and log: {folder}"
-            raise CompileFailed(f"{failure}{kept}", failure.log) from None
-    log = (path.parent / _LOG).read_text(encoding="utf-8")
+    files, build = (_CUBIN, LOG), functools.partial(_build, nvrtc, source, options, shown)
+    path, cached = fetched(cache, key, files, build, _shown(source), shown)
+    log = (path.parent / LOG).read_text(encoding="utf-8")
     return CudaBinary(source.name, target, path, resources(log), time.perf_counter() - start, cached)
 
 
@@ -163,7 +156,7 @@ def _build(nvrtc: Any, source: CudaSource, options: tuple[str, ...], shown: str)
             ) from None
         finally:
             nvrtc.destroyProgram(program)
-    return {_CUBIN: cubin, **_shown(source), _LOG: log.encode()}
+    return {_CUBIN: cubin, **_shown(source), LOG: log.encode()}
 
 
 def created(nvrtc: Any, source: CudaSource) -> Any:

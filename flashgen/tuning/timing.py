@@ -11,6 +11,9 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+
+import torch
 
 _TURN_SECONDS, _MOST_CALLS = 0.02, 1000
 
@@ -32,6 +35,16 @@ class Times:
     seconds: Spread
     ratio: Spread
     rounds: int
+
+
+def cuda_is_there() -> bool:
+    """Whether PyTorch finds a GPU."""
+    return torch.cuda.is_available()
+
+
+def waiting(device: torch.device) -> Callable[[], object] | None:
+    """What waits for the work of a device, where calls return before it is done."""
+    return partial(torch.cuda.synchronize, device) if device.type == "cuda" else None
 
 
 def paired_times(

@@ -8,6 +8,7 @@ again.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,13 +27,11 @@ from flashgen.op.loading import load_spec
 from flashgen.op.op import AttentionOp
 from flashgen.op.signature import TORCH_DTYPES
 from flashgen.plan.measured import PASSES, Measured, MeasuredPass, Pins, ShapeClass, Tile, Tuning
-from flashgen.targets.cpu.device import local_cpu
-from flashgen.targets.cpu.machine import cpu_identity
+from flashgen.targets.cpu.device import cpu_identity, local_cpu
 from flashgen.targets.device_table import board_of
 from flashgen.toolchains.cpp import CompileFailed
 from flashgen.tuning.candidates import Candidate, candidates
-from flashgen.tuning.device import waiting
-from flashgen.tuning.timing import paired_times
+from flashgen.tuning.timing import paired_times, waiting
 from flashgen.verification.inputs import Inputs, random_inputs
 
 _ROUNDS = 15
@@ -134,13 +133,11 @@ class _Session:
 
     def __init__(self, job: Job, planners: dict[str, Tile]) -> None:
         self.job, self.planners = job, planners
-        self._planner_op: AttentionOp | None = None
-        self._inputs: Inputs | None = None
 
     def measure(self, name: str, candidate: Candidate) -> tuple[Measured, float]:
         """A candidate beside the planner's choice, and seconds of the latter."""
         own = {**self.planners, name: candidate.tile}
-        runs = {"planner": self._run(name, self._planner()), "candidate": self._run(name, self._operator(own))}
+        runs = {"planner": self._run(name, self._planner), "candidate": self._run(name, self._operator(own))}
         device = torch.device(self.job.device)
         planner, found = paired_times(runs, rounds=_ROUNDS, budget=self.job.seconds, wait=waiting(device))
         ratio = found.ratio
@@ -149,14 +146,17 @@ class _Session:
 
     def seconds(self, name: str) -> float:
         """The planner's choice alone."""
-        run = self._run(name, self._planner())
+        run = self._run(name, self._planner)
         (times,) = paired_times({"planner": run}, budget=self.job.seconds, wait=waiting(torch.device(self.job.device)))
         return times.seconds.median
 
+    @functools.cached_property
     def _planner(self) -> AttentionOp:
-        if self._planner_op is None:
-            self._planner_op = self._operator(self.planners)
-        return self._planner_op
+        return self._operator(self.planners)
+
+    @functools.cached_property
+    def _inputs(self) -> Inputs:
+        return self.job.inputs()
 
     def _operator(self, tiles: dict[str, Tile]) -> AttentionOp:
         """One head dimension and element type with its tiles pinned: what is stored plays no part in it."""
@@ -165,8 +165,6 @@ class _Session:
         return load_spec(Pins(tiles["forward"], tiles["backward"]).pinned(spec), backend)
 
     def _run(self, name: str, op: AttentionOp) -> _Run:
-        if self._inputs is None:
-            self._inputs = self.job.inputs()
         return _forward(op, self._inputs) if name == "forward" else _backward(op, self._inputs)
 
 

@@ -16,7 +16,7 @@ empty tiles. ``realistic_captured`` decides by its use as well:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -31,7 +31,7 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim, Select
 from flashgen.ir.types import ElementType
 from flashgen.op.signature import TORCH_DTYPES
-from flashgen.reference.dense import constant_number
+from flashgen.reference.dense import constant_number, known_values
 from flashgen.reference.shard import Shard
 
 _KEPT_BY_NOISE = 0.75
@@ -47,7 +47,7 @@ def sizes_of(shape: Shape, head_dim: HeadDim) -> dict[str, int]:
 
 def tensor_shape(tensor: CapturedTensor, shape: Shape, head_dim: HeadDim) -> tuple[int, ...]:
     """The declared shape of a captured tensor at these sizes."""
-    sizes: dict[Expr, Expr] = {size(name): literal(value) for name, value in sizes_of(shape, head_dim).items()}
+    sizes = known_values(sizes_of(shape, head_dim))
     return tuple(int(constant_number(substitute(extent, sizes))) for extent in tensor.shape)
 
 
@@ -256,34 +256,25 @@ def _bounds(spec: AttentionSpec, name: str) -> tuple[Apply, ...]:
         if isinstance(node, Apply)
         and OPERATORS[node.op].is_comparison
         and node.op not in ("eq", "ne")
-        and sum(any(isinstance(each, Load) and each.tensor == name for each in walk(side)) for side in node.args) == 1
+        and sum(_reads(side, name) for side in node.args) == 1
     )
 
 
 def _is_upper(bound: Apply, name: str) -> bool:
     """Whether the tensor's value is the larger side of a comparison."""
-    on_the_right = any(isinstance(each, Load) and each.tensor == name for each in walk(bound.args[1]))
-    return on_the_right == (bound.op in ("lt", "le"))
+    return _reads(bound.args[1], name) == (bound.op in ("lt", "le"))
+
+
+def _reads(expr: Expr, name: str) -> bool:
+    """Whether an expression reads a tensor."""
+    return any(isinstance(node, Load) and node.tensor == name for node in walk(expr))
 
 
 def _index_limit(spec: AttentionSpec, name: str, shape: Shape, head_dim: HeadDim) -> int | None:
     """The smallest dimension that elements of this tensor index, None where they index nothing."""
-    limits = []
+    limits: list[int] = []
     extents = {tensor.name: tensor_shape(tensor, shape, head_dim) for tensor in spec.tensors}
-    for node in walk(*_expressions(spec)):
+    for node in walk(*spec.expressions, *(() if spec.select is None else (list_read(spec.select),))):
         if isinstance(node, Load):
-            for position, index in enumerate(node.indices):
-                if any(isinstance(inner, Load) and inner.tensor == name for inner in walk(index)):
-                    limits.append(extents[node.tensor][position])
+            limits += [extents[node.tensor][n] for n, index in enumerate(node.indices) if _reads(index, name)]
     return min(limits, default=None)
-
-
-def _expressions(spec: AttentionSpec) -> Iterator[Expr]:
-    yield spec.score
-    yield spec.mask
-    if spec.layout is not None:
-        yield spec.layout.keep
-    if spec.weights.expression is not None:
-        yield spec.weights.expression
-    if spec.select is not None:
-        yield list_read(spec.select)

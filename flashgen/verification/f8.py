@@ -19,8 +19,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +30,9 @@ from flashgen.op.eight_bits import fitting_factors, from_8_bits, rounded_weights
 from flashgen.op.op import AttentionOp
 from flashgen.op.signature import TORCH_DTYPES
 from flashgen.verification.inputs import Inputs, random_inputs
-from flashgen.verification.verify import DROPOUT_SEED, dense, relative_error, widened
+from flashgen.verification.second_order import Results
+from flashgen.verification.verify import call_op, dense, relative_error, widened
 
-_Results = tuple[Tensor, Tensor | None]
 PHASES = (1.0, 1.3, 1.7)
 _WIDE = (ElementType.BF16, ElementType.F16, ElementType.F32)
 _COLUMNS = {"error": "own", "wide": "wide", "per_tensor": "per_tensor"}
@@ -84,21 +82,24 @@ def wide_of(op: AttentionOp) -> ElementType:
 def rows_of(op: AttentionOp, inputs: Inputs) -> tuple[F8Row, ...]:
     """The rows for inputs in float32."""
     kv_heads = inputs.k.shape[1]
-    factors = [fitting_factors(x, kv_heads) for x in _rows(inputs)]
-    narrow = [to_8_bits(x, _by_head(each, x)) for x, each in zip(_rows(inputs), factors, strict=True)]
+    factors = [fitting_factors(x, kv_heads) for x in inputs.rows]
+    narrow = _with(inputs, [to_8_bits(x, _by_head(each, x)) for x, each in zip(inputs.rows, factors, strict=True)])
     descales = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
-    own = _call(op, narrow, inputs, descales)
-    numbers = _with(inputs, [from_8_bits(x, each, torch.float64) for x, each in zip(narrow, factors, strict=True)])
-    per_tensor = _with(inputs, [_by_one_factor(x) for x in _rows(inputs)])
+    wide = _with(inputs, [x.to(TORCH_DTYPES[wide_of(op)]) for x in inputs.rows])
+    with torch.no_grad():
+        own = call_op(op, *narrow.rows, {**descales, **inputs.named})
+        beside = call_op(op, *wide.rows, inputs.named)
+    numbers = _with(inputs, [from_8_bits(x, each, torch.float64) for x, each in zip(narrow.rows, factors, strict=True)])
+    per_tensor = _with(inputs, [_by_one_factor(x) for x in inputs.rows])
     found = {
         "truth": _formula(op, widened(inputs), torch.float64),
         "own": own,
-        "wide": _call(op, [x.to(TORCH_DTYPES[wide_of(op)]) for x in _rows(inputs)], inputs),
+        "wide": beside,
         "per_tensor": _formula(op, per_tensor, torch.float32),
         "exact": _formula(op, widened(numbers), torch.float64),
     }
     composed = [
-        dense(op.spec, *_rows(numbers), inputs.named, torch.bfloat16, functools.partial(rounded_weights, phase=phase))
+        dense(op.spec, *numbers.rows, inputs.named, torch.bfloat16, functools.partial(rounded_weights, phase=phase))
         for phase in PHASES
     ]
     return tuple(
@@ -123,10 +124,6 @@ def _names(op: AttentionOp) -> tuple[str, ...]:
     return ("o", "lse") if op.spec.weights.form.normalised else ("o",)
 
 
-def _rows(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    return inputs.q, inputs.k, inputs.v
-
-
 def _with(inputs: Inputs, rows: Sequence[Tensor]) -> Inputs:
     q, k, v = rows
     return replace(inputs, q=q, k=k, v=v)
@@ -141,16 +138,5 @@ def _by_one_factor(x: Tensor) -> Tensor:
     return from_8_bits(to_8_bits(x, factor.expand(x.shape[0], x.shape[1])), factor.expand(x.shape[0], 1), torch.float32)
 
 
-def _call(
-    op: AttentionOp, rows: Sequence[Tensor], inputs: Inputs, descales: Mapping[str, Tensor] = MappingProxyType({})
-) -> _Results:
-    q, k, v = rows
-    given: dict[str, Any] = {**descales, **inputs.named, "seed": DROPOUT_SEED}
-    with torch.no_grad():
-        if not op.spec.weights.form.normalised:
-            return op(q, k, v, **given), None
-        return op(q, k, v, return_lse=True, **given)
-
-
-def _formula(op: AttentionOp, inputs: Inputs, dtype: torch.dtype) -> _Results:
-    return dense(op.spec, *_rows(inputs), inputs.named, dtype)
+def _formula(op: AttentionOp, inputs: Inputs, dtype: torch.dtype) -> Results:
+    return dense(op.spec, *inputs.rows, inputs.named, dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,27 +18,18 @@ from torch import Tensor
 
 from flashgen.analysis.bounds import prove_indices
 from flashgen.analysis.index_checks import check_index
-from flashgen.analysis.selection import lowered
 from flashgen.ir.expr import (
-    Expr,
-    Literal,
-    Symbol,
-    SymbolKind,
-    literal,
     score_input,
-    size,
     substitute,
     walk,
 )
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ScalarType
-from flashgen.op.selected import lowered_tensors
-from flashgen.reference.dense import constant_number, param_values
-from flashgen.reference.shard import Shard
+from flashgen.reference.dense import constant_number, known_values, param_values
 from flashgen.verification.captured import random_captured, realistic_captured, sizes_of, tensor_shape
 
-__all__ = ["Inputs", "accepts", "fitting", "lowered_inputs", "random_inputs", "refusal", "scale_factor", "tensor_shape"]
+__all__ = ["Inputs", "accepts", "fitting", "random_inputs", "refusal", "scale_factor", "tensor_shape"]
 
 _LARGEST_BATCH = 4096
 
@@ -56,23 +47,30 @@ class Inputs:
     d_lse: Tensor
 
     @property
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v."""
+        return self.q, self.k, self.v
+
+    @property
     def named(self) -> dict[str, Any]:
         """Captured tensors and params, as keyword arguments."""
         return {**self.captured, **self.params}
 
-    def to(self, device: str) -> Inputs:
-        """The same arguments on a device; params that are tensors too, as those of a module are."""
-        params = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in self.params.items()}
-        return dataclasses.replace(
-            self,
-            params=params,
-            q=self.q.to(device),
-            k=self.k.to(device),
-            v=self.v.to(device),
-            captured={name: value.to(device) for name, value in self.captured.items()},
-            d_o=self.d_o.to(device),
-            d_lse=self.d_lse.to(device),
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> Inputs:
+        """The same with every tensor changed; params that are tensors too, as those of a module are."""
+        return Inputs(
+            q=change(self.q),
+            k=change(self.k),
+            v=change(self.v),
+            captured={name: change(x) for name, x in self.captured.items()},
+            params={name: change(x) if isinstance(x, Tensor) else x for name, x in self.params.items()},
+            d_o=change(self.d_o),
+            d_lse=change(self.d_lse),
         )
+
+    def to(self, device: str) -> Inputs:
+        """The same arguments on a device."""
+        return self.mapped(lambda x: x.to(device))
 
     def differentiable(self, spec: AttentionSpec) -> dict[str, Tensor]:
         """Every tensor that receives a gradient, under the name of its gradient's row in a report."""
@@ -121,13 +119,6 @@ def random_inputs(
     )
 
 
-def lowered_inputs(spec: AttentionSpec, inputs: Inputs) -> tuple[AttentionSpec, Inputs]:
-    """The spec that kernels are made for, and the arguments that they are given."""
-    shard = Shard.whole(inputs.q.shape, inputs.k.shape)
-    captured = lowered_tensors(spec, inputs.captured, shard.sizes(inputs.q.shape[-1], inputs.v.shape[-1]))
-    return lowered(spec), dataclasses.replace(inputs, captured=captured)
-
-
 def _size_of_elements(
     spec: AttentionSpec, shape: Shape, head_dim: HeadDim, params: Mapping[str, Tensor | float | int]
 ) -> float:
@@ -144,12 +135,7 @@ def _size_of_elements(
 
 def scale_factor(spec: AttentionSpec, params: Mapping[str, float], sizes: Mapping[str, int]) -> float:
     """τ at these sizes and params."""
-    known: dict[Expr, Expr] = {size(name): literal(value) for name, value in sizes.items()}
-    values = param_values(spec, params, sizes)
-    for param in spec.params:
-        known[Symbol(param.type, name=param.name, kind=SymbolKind.PARAM)] = Literal(
-            param.type, value=values[param.name]
-        )
+    known = known_values(sizes, spec.params, param_values(spec, params, sizes))
     return float(constant_number(substitute(spec.scale, known)))
 
 

@@ -12,6 +12,7 @@ each result: o, lse, and every gradient. A row holds three numbers, all relative
 from __future__ import annotations
 
 import collections
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from flashgen.reference.dense import Dropout, attention, drop_probability, param
 from flashgen.reference.shard import Shard
 from flashgen.verification.hbm import HbmBytes, hbm_bytes
 from flashgen.verification.inputs import Inputs, fitting, random_inputs
-from flashgen.verification.second_order import second_order
+from flashgen.verification.second_order import Function, Results, second_order
 
 FLOAT32_TOLERANCE = 2e-5
 DROPOUT_SEED = 20_240_229
@@ -132,7 +133,7 @@ def verify_case(
         rows = compare(op, inputs)
     derived_by = None
     if order > 1:
-        rows += compare(op, inputs, second_results)
+        rows += compare(op, inputs, second_order)
         derived_by = _derived_by(op, inputs[0])
     return Case(head_dim, dtype, shape, rows, hbm_bytes(op, first, counted), derived_by)
 
@@ -148,30 +149,62 @@ def _derived_by(op: AttentionOp, inputs: Inputs) -> tuple[str, str]:
     return named(told.jvp), named(told.jvp_backward)
 
 
-def compare(op: AttentionOp, inputs: Sequence[Inputs], results: _Results | None = None) -> tuple[Row, ...]:
-    """The rows for several sets of inputs of one type, taken together; ``results`` are those of the first order."""
-    results = results or first_results
+_Call = Callable[[Tensor, Tensor, Tensor, Mapping[str, Any]], Results]
+_Measured = Callable[[Function, Mapping[str, Tensor], Tensor, Tensor], dict[str, Tensor]]
+
+
+def first_order(function: Function, learned: Mapping[str, Tensor], d_o: Tensor, d_lse: Tensor) -> dict[str, Tensor]:
+    """o, lse and every gradient."""
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in learned.items()}
+    o, lse = function(leaves)
+    results = {"o": (o, d_o), **({} if lse is None else {"lse": (lse, d_lse.to(lse.dtype))})}
+    gradients: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in leaves.values()]
+    connected = [each for each in results.values() if each[0].requires_grad]
+    if connected:  # where there are no keys, results are constants
+        outputs, arriving = zip(*connected, strict=True)
+        gradients = torch.autograd.grad(outputs, list(leaves.values()), arriving, materialize_grads=True)
+    own = {name: x.detach() for name, (x, _) in results.items()}
+    return own | {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+
+
+def compare(op: AttentionOp, inputs: Sequence[Inputs], measured: _Measured = first_order) -> tuple[Row, ...]:
+    """The rows for several sets of inputs of one type, taken together."""
     spec, dtype = op.spec, inputs[0].q.dtype
 
-    def compiled(q: Tensor, k: Tensor, v: Tensor, named: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-        if not spec.weights.form.normalised:
-            return op(q, k, v, seed=DROPOUT_SEED, **named), None
-        return op(q, k, v, seed=DROPOUT_SEED, return_lse=True, **named)
+    def found(call: _Call, of: Inputs) -> dict[str, Tensor]:
+        return measured(of_learned(call, of), of.differentiable(spec), of.d_o, of.d_lse)
 
-    def composed(dtype: torch.dtype) -> _Function:
+    def formula(dtype: torch.dtype) -> _Call:
         return lambda q, k, v, named: dense(spec, q, k, v, named, dtype)
 
-    truth = _together([results(spec, composed(torch.float64), widened(each)) for each in inputs])
-    baseline = _together([results(spec, composed(dtype), each) for each in inputs])
-    found = [results(spec, compiled, each) for each in inputs]
-    own, left = _together(found), collections.Counter[str]()
-    if inputs[0].k.shape[2] == 1 and results is first_results:
-        for each, mine in zip(inputs, found, strict=True):
+    truth = _together([found(formula(torch.float64), widened(each)) for each in inputs])
+    baseline = _together([found(formula(dtype), each) for each in inputs])
+    compiled = [found(functools.partial(call_op, op), each) for each in inputs]
+    own, left = _together(compiled), collections.Counter[str]()
+    if inputs[0].k.shape[2] == 1 and measured is first_order:
+        for each, mine in zip(inputs, compiled, strict=True):
             left.update(left_by_rounding(spec, each, mine["o"]))
     return tuple(
         _row(name, own[name], baseline[name], truth[name], left[name], is_float32=dtype is torch.float32)
         for name in truth
     )
+
+
+def call_op(op: AttentionOp, q: Tensor, k: Tensor, v: Tensor, named: Mapping[str, Any]) -> Results:
+    """o and lse of an op."""
+    if not op.spec.weights.form.normalised:
+        return op(q, k, v, seed=DROPOUT_SEED, **named), None
+    return op(q, k, v, seed=DROPOUT_SEED, return_lse=True, **named)
+
+
+def of_learned(call: _Call, inputs: Inputs) -> Function:
+    """A call as a function of what is differentiated by."""
+
+    def function(learned: Mapping[str, Tensor]) -> Results:
+        named = {name: learned.get(name, value) for name, value in inputs.named.items()}
+        return call(learned["q"], learned["k"], learned["v"], named)
+
+    return function
 
 
 def left_by_rounding(spec: AttentionSpec, inputs: Inputs, o: Tensor) -> dict[str, float]:
@@ -185,8 +218,8 @@ def left_by_rounding(spec: AttentionSpec, inputs: Inputs, o: Tensor) -> dict[str
         return {}
     wide = widened(inputs)
     leaves = {name: x.requires_grad_() for name, x in wide.differentiable(spec).items()}
-    named = {name: leaves.get(name, value) for name, value in wide.named.items()}
-    exact, lse = dense(spec, leaves["q"], leaves["k"], leaves["v"], named, torch.float64)
+    formula = of_learned(lambda q, k, v, named: dense(spec, q, k, v, named, torch.float64), wide)
+    exact, lse = formula(leaves)
     assert lse is not None
     delta = (wide.d_o * (o.double() - exact.detach())).sum(-1)
     learned = {name: x for name, x in leaves.items() if name != "v"}
@@ -212,12 +245,12 @@ def dense(
     named: Mapping[str, Any],
     dtype: torch.dtype,
     rounded: Callable[[Tensor], Tensor] | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Results:
     """The reference, with the captured tensors and params that an operator takes by name."""
     names = {tensor.name for tensor in spec.tensors}
     params = {name: value for name, value in named.items() if name not in names}
     plain = {name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in params.items()}
-    sizes = Shard(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]).sizes(q.shape[-1], v.shape[-1])
+    sizes = Shard.whole(q.shape, k.shape).sizes(q.shape[-1], v.shape[-1])
     probability = drop_probability(spec, param_values(spec, plain, sizes), sizes)
     return attention(
         spec,
@@ -232,58 +265,9 @@ def dense(
     )
 
 
-_Function = Callable[[Tensor, Tensor, Tensor, Mapping[str, Any]], "tuple[Tensor, Tensor | None]"]
-_Results = Callable[[AttentionSpec, _Function, Inputs], dict[str, Tensor]]
-
-
-def second_results(spec: AttentionSpec, function: _Function, inputs: Inputs) -> dict[str, Tensor]:
-    """Tangents, and gradients of gradients."""
-
-    def of_learned(learned: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        named = {name: learned.get(name, value) for name, value in inputs.named.items()}
-        return function(learned["q"], learned["k"], learned["v"], named)
-
-    return second_order(of_learned, inputs.differentiable(spec), inputs.d_o, inputs.d_lse)
-
-
-def first_results(spec: AttentionSpec, function: _Function, inputs: Inputs) -> dict[str, Tensor]:
-    """o, lse and every gradient."""
-    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in inputs.differentiable(spec).items()}
-    named = {name: leaves.get(name, value) for name, value in inputs.named.items()}
-    o, lse = function(leaves["q"], leaves["k"], leaves["v"], named)
-    found = {"o": o.detach()}
-    outputs, arriving = [o], [inputs.d_o]
-    if lse is not None:
-        found["lse"] = lse.detach()
-        outputs.append(lse)
-        arriving.append(inputs.d_lse.to(lse.dtype))
-    # Where there are no keys, results are constants.
-    connected = [(output, gradient) for output, gradient in zip(outputs, arriving, strict=True) if output.requires_grad]
-    outputs, arriving = [output for output, _ in connected], [gradient for _, gradient in connected]
-    gradients: Sequence[Tensor] = [torch.zeros_like(leaf) for leaf in leaves.values()]
-    if connected:
-        gradients = torch.autograd.grad(outputs, list(leaves.values()), arriving, materialize_grads=True)
-    for name, gradient in zip(leaves, gradients, strict=True):
-        found[f"d{name}"] = gradient
-    return found
-
-
 def widened(inputs: Inputs) -> Inputs:
     """The same values in float64."""
-
-    def wide(value: Tensor | float | int) -> Tensor | float | int:
-        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-    captured = {name: value.double() if value.is_floating_point() else value for name, value in inputs.captured.items()}
-    return Inputs(
-        q=inputs.q.double(),
-        k=inputs.k.double(),
-        v=inputs.v.double(),
-        captured=captured,
-        params={name: wide(value) for name, value in inputs.params.items()},
-        d_o=inputs.d_o.double(),
-        d_lse=inputs.d_lse.double(),
-    )
+    return inputs.mapped(lambda x: x.double() if x.is_floating_point() else x)
 
 
 def relative_error(value: Tensor, truth: Tensor) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashgen.analysis.boxes import CODES, Boxes, classify_tiles
+from flashgen.analysis.boxes import Boxes, classify_tiles
 from flashgen.analysis.tiles import Tile, TileClass
 from flashgen.ir.expr import Expr
 
@@ -15,4 +15,4 @@ def class_in_pieces(keep: Expr, tile: Tile) -> TileClass:
         np.array([end], np.int64) for end in (tile.b.lo, tile.h.lo, tile.i.lo, tile.i.hi, tile.j.lo, tile.j.hi)
     )
     boxes = Boxes(b, h, first_i, last_i, first_j, last_j, tile.sizes, tile.params)
-    return CODES[int(classify_tiles(keep, boxes)[0])]
+    return TileClass(classify_tiles(keep, boxes)[0])

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashgen.analysis.boxes import CODES, Boxes, classify, classify_boxes, classify_tiles
+from flashgen.analysis.boxes import Boxes, classify, classify_boxes, classify_tiles
 from flashgen.analysis.ranging import LoadRange
 from flashgen.analysis.simplify import simplify
-from flashgen.analysis.tiles import Tile, loads_of
+from flashgen.analysis.tiles import Tile, TileClass, loads_of
 from flashgen.analysis.variant import analyse
 from flashgen.ir.expr import Expr, Load, walk
 from flashgen.ir.interval import IntRange
@@ -46,9 +46,9 @@ def assert_alike(keep: Expr, boxes: Boxes, loads: LoadRange | None = None) -> No
     for number, (b, h, *ends) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
         i, j = IntRange(*ends[:2]), IntRange(*ends[2:])
         tile = Tile(IntRange(b, b), IntRange(h, h), i, j, boxes.sizes, boxes.params)
-        assert CODES[found[number]] is classify(keep, tile, loads=loads), (text(keep), tile)
+        assert TileClass(found[number]) is classify(keep, tile, loads=loads), (text(keep), tile)
         if not any(isinstance(node, Load) for node in walk(keep)):
-            assert CODES[of_tiles[number]] is class_in_pieces(keep, tile), (text(keep), tile)
+            assert TileClass(of_tiles[number]) is class_in_pieces(keep, tile), (text(keep), tile)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=[mask.name for mask in MASKS])

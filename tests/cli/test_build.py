@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from flashgen.toolchains import cpp
 from tests.cli.helpers import flashgen, flashgen_process
 
 FIRST = "attention first { head_dim 32 mask causal }"
@@ -146,7 +148,8 @@ def test_a_compiler_that_fails_is_reported_with_its_log(spec: Path, tmp_path: Pa
     assert "Traceback" not in outcome.stderr
 
 
-def test_building_does_not_import_torch(spec: Path, tmp_path: Path) -> None:
+def test_building_does_not_import_torch(spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", shlex.join(cpp.find_compiler().command))  # without products that tests leave out
     spec.write_text(FIRST)  # which another process compiles as well
     code = f"""
 import sys

@@ -222,14 +222,12 @@ def test_a_full_disk_is_said(spec: Path, arguments: tuple[str, ...]) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    "closed", [">&- 2>&-", *(pytest.param(each, marks=pytest.mark.slow) for each in (">&-", "2>&-", "<&-"))]
-)
-def test_closed_streams(spec: Path, closed: str) -> None:
-    for arguments in ("plan", "check", "show", "plan --json"):
-        line = f"exec {sys.executable} -m flashgen {arguments} {spec} {closed}"
-        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, timeout=120)
-        assert "Traceback" not in done.stdout + done.stderr, (line, done.stderr)
+@pytest.mark.parametrize("closed", [">&- 2>&-", ">&-", "2>&-", "<&-"])
+@pytest.mark.parametrize("arguments", ["plan --json", "check", "show", "plan"])
+def test_closed_streams(spec: Path, arguments: str, closed: str) -> None:
+    line = f"exec {sys.executable} -m flashgen {arguments} {spec} {closed}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, check=False, timeout=120)
+    assert "Traceback" not in done.stdout + done.stderr, (line, done.stderr)
 
 
 def test_colours_are_spared(spec: Path) -> None:

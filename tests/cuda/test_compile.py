@@ -20,7 +20,7 @@ from flashgen.targets.gpu.primitives import primitives
 from flashgen.targets.gpu.registers import HARMLESS_SPILL
 from flashgen.targets.registry import GPUS
 from flashgen.toolchains.nvrtc import CudaBinary, compile_cuda, created, find_nvrtc, resources
-from tests.cuda.helpers import emitted, launched, planned, variant_of
+from tests.cuda.helpers import emitted, launched, of_type, planned, variant_of
 from tests.cuda.nvrtc import check_registers, needs_nvrtc
 from tests.slices import one_of
 
@@ -150,12 +150,12 @@ def test_dropout_stays_in_registers() -> None:
     assert {each.name: each.spill_bytes for each in binary.kernels if each.spill_bytes} == {}
 
 
-def test_types_whose_warps_share_rows_beside_others() -> None:
-    text = "attention mixed { head_dim 264  mask causal }"
-    _, plan = planned(text, "sm_90a")
+@pytest.mark.parametrize("element", [ElementType.BF16, ElementType.F32])
+def test_types_whose_warps_share_rows_beside_others(element: ElementType) -> None:
+    _, plan = planned("attention mixed { head_dim 264  mask causal }", "sm_90a")
     assert {each.forward.split for each in plan.elements} == {1, 2}
-    binary = compiled(text, "sm_90a", "forward")
-    assert [each.name for each in binary.kernels] == ["mixed_d264_forward_bf16", "mixed_d264_forward_f32"]
+    binary = compile_cuda(emit_cuda(of_type(plan, element), "forward"), "sm_90a")
+    assert [each.name for each in binary.kernels] == [f"mixed_d264_forward_{element}"]
 
 
 def test_kernels_that_share_lists() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import flashgen
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.verification import fitting, random_inputs
-from flashgen.verification.verify import first_results, verify_case, widened
+from flashgen.verification.verify import call_op, first_order, of_learned, verify_case, widened
 from tests.numeric.helpers import failures, operator
 
 # One for each way of a kernel: plain, row gradients, tables, layouts, dropout, tables by distance, sinks, weights,
@@ -67,7 +68,8 @@ def test_float32_cancels_where_there_is_a_single_key() -> None:
     """There dP - delta is the gradient of lse; float32 leaves of a dP of about 8 an error of its last places."""
     op = operator("plain", "emulator")
     inputs = random_inputs(op.spec, Shape(1, 64, 64, 1, 1), op.spec.head_dims[0], torch.float32)
-    found = first_results(op.spec, lambda q, k, v, _: op(q, k, v, return_lse=True), inputs)
+    call = of_learned(partial(call_op, op), inputs)
+    found = first_order(call, inputs.differentiable(op.spec), inputs.d_o, inputs.d_lse)
     wide = widened(inputs)
     scale = wide.k[..., 0, :] / math.sqrt(wide.k.shape[-1])  # dQ = dS K scale
     d_score = (found["dq"][..., 0, :].double() * scale).sum(-1) / scale.square().sum(-1)

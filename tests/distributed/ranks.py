@@ -13,6 +13,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+from flashgen.toolchains import cpp
+
 # Ranks are forked from a process that has imported everything and run nothing: each would take seconds to.
 _CONTEXT: Any = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.distributed.cases"])
@@ -40,7 +42,7 @@ class Ranks:
         ``may_end``: of a process that ended by itself, None; else that is an error, too.
         """
         for end in self._ends:
-            end.send((function, arguments))
+            end.send((function, arguments, cpp.find_compiler()))
         found = []
         for rank, (end, process) in enumerate(zip(self._ends, self._processes, strict=True)):
             try:
@@ -73,6 +75,11 @@ def run(function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
     return ranks(world).run(function, *arguments)
 
 
+def compile_by(compiler: cpp.Compiler) -> None:
+    """Compile as the process that asks does, so that one of them compiles a kernel for all."""
+    cpp.find_compiler = lambda: compiler
+
+
 def _rank(rank: int, world: int, meet: str, seconds: float, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
@@ -82,7 +89,8 @@ def _rank(rank: int, world: int, meet: str, seconds: float, pipe: Connection) ->
         "gloo", init_method=f"file://{meet}", rank=rank, world_size=world, timeout=timedelta(seconds=seconds)
     )
     while True:
-        function, arguments = pipe.recv()
+        function, arguments, compiler = pipe.recv()
+        compile_by(compiler)
         try:
             pipe.send((function(*arguments), ""))
         except Exception:

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import flashgen
 from flashgen import SpecError
 from flashgen.ir.shape import Shape
-from flashgen.op.dtensor_captured import Indexed
+from flashgen.op.dtensor_captured import indexed
 from flashgen.verification.inputs import Inputs, random_inputs
 from tools.fuzz.draws import Machine, draw
 
@@ -82,7 +82,7 @@ def check(op: Any, inputs: Inputs, axis: str, chance: random.Random) -> None:
     dims: dict[str, int | None] = {"q": dim, "k": dim, "v": dim}
     for each in op.spec.tensors:
         names = ("b",) if axis == "b" else ("h", "hkv")
-        there = [d for d, name in Indexed.of(op.spec, each).exact.items() if name in names]
+        there = [d for d, name in indexed(op.spec, each).items() if name in names]
         dims[each.name] = chance.choice([None, *there])
     found: list[dict[str, Any]] = []
     for rank in range(RANKS):

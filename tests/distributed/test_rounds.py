@@ -121,7 +121,7 @@ def test_what_is_sent_is_what_is_received(name: str) -> None:
         plans: list[Rounds] = [rounds_of(needs, held, rank, at_once=at_once) for rank in range(3)]
         for number in range(1, len(plans[0].rounds)):
             sent = [
-                (rank, each.rank, _count(each.packed)) for rank in range(3) for each in plans[rank].rounds[number].sent
+                (rank, each.rank, _count(each.keys)) for rank in range(3) for each in plans[rank].rounds[number].sent
             ]
             taken = [(each.rank, rank, each.count) for rank in range(3) for each in plans[rank].rounds[number].received]
             assert sorted(sent) == sorted(taken)
@@ -147,17 +147,12 @@ def test_parts_of_a_gradient_are_added_where_they_belong(seed: int) -> None:
     assert torch.equal(found.float(), wanted)
 
 
-def test_what_is_added_last_is_added_where_rows_are_rounded() -> None:
-    two = steps_of(((0, 10), (4, 8)), 12)
-    assert two.added == ()
-    assert sorted((each.into, each.last) for each in two.placed) == [
-        ((0, 4), None), ((4, 8), (1, (0, 4))), ((8, 10), None),
-    ]  # fmt: skip
-    assert two.gaps == ((10, 12),)
-    # Of three parts the one that comes last by their order, and none before one that overlaps it.
-    three = steps_of(((0, 10), (4, 9), (5, 7)), 10)
-    assert three.added == ((0, (4, 9), 1, (0, 5)),)
-    assert [each.last for each in three.placed if each.last] == [(2, (0, 2))]
+def test_parts_are_added_in_one_order_wherever_they_lie() -> None:
+    """The longest first, whichever came first; each run of rows is written once."""
+    assert steps_of(((4, 8), (0, 10)), 12) == (((0, 4), (1,)), ((4, 8), (1, 0)), ((8, 10), (1,)), ((10, 12), ()))
+    assert steps_of(((0, 10), (4, 9), (5, 7)), 10) == (
+        ((0, 4), (0,)), ((4, 5), (0, 1)), ((5, 7), (0, 1, 2)), ((7, 9), (0, 1)), ((9, 10), (0,)),
+    )  # fmt: skip
 
 
 def test_overlaps_of_spans() -> None:

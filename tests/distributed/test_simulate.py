@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import flashgen
-from flashgen.analysis.boxes import EMPTY, FULL, Boxes, classify_boxes
-from flashgen.analysis.tiles import loads_of
+from flashgen.analysis.boxes import Boxes, classify_boxes
+from flashgen.analysis.tiles import TileClass, loads_of
 from flashgen.analysis.variant import analyse
 from flashgen.compiler.pipeline import device_named
 from flashgen.distributed import context_parallel, partition
@@ -133,7 +133,8 @@ def test_shares_of_many_boxes_are_those_of_each(text: str) -> None:
     zeros = np.zeros(len(q), np.int64)
     boxes = Boxes(zeros, zeros, q[:, 0], q[:, 1] - 1, k[:, 0], k[:, 1] - 1, mask.sizes, mask.params)
     classes = classify_boxes(mask.variant.keep, boxes, loads_of({}))
-    wanted = np.where(classes == EMPTY, 0.0, np.where(classes == FULL, 1.0, 0.5)).reshape(-1, len(keys))
+    shares = np.where(classes == TileClass.EMPTY, 0.0, np.where(classes == TileClass.FULL, 1.0, 0.5))
+    wanted = shares.reshape(-1, len(keys))
     found = kept(mask, queries, keys)
     assert np.array_equal(found[:-1], wanted)
     assert not found[-1].any()

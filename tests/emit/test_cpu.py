@@ -17,7 +17,7 @@ from flashgen.language import parse_text
 from flashgen.targets.cpu.device import GENERIC_CPU
 from flashgen.targets.cpu.emit import emit_cpu
 from flashgen.targets.cpu.model import buffers
-from flashgen.targets.cpu.plan import plan_cpu, plan_jvp
+from flashgen.targets.cpu.plan import plan_cpu
 from flashgen.targets.cpu.products import FEWEST_ROWS, OF_TANGENTS, Products
 from flashgen.toolchains.cpp import REQUIRED_FLAGS, find_compiler
 
@@ -173,10 +173,10 @@ def test_the_planner_counts_the_bytes_that_the_templates_keep(head_dim: str, kin
     if COUNTED[kind] not in OF_TANGENTS:
         return
     both = {"jvp": (*forward, *of_tangents(forward[1:]))}
-    check_bytes(moving, emit_cpu(moving, plan_jvp(moving, GENERIC_CPU)).whole, kind, both, tmp_path)
+    check_bytes(moving, emit_cpu(moving, plan_cpu(moving, GENERIC_CPU)).whole, kind, both, tmp_path)
     rows = [each for each in backward if each.lstrip("-")[0] in "qkv"]
     again = {"jvp_backward": (*backward, *of_tangents(rows))}
-    check_bytes(back, emit_cpu(back, plan_jvp(back, GENERIC_CPU)).whole, kind, again, tmp_path)
+    check_bytes(back, emit_cpu(back, plan_cpu(back, GENERIC_CPU)).whole, kind, again, tmp_path)
 
 
 def check_bytes(variant: Variant, text: str, kind: str, edges: Mapping[str, Sequence[str]], folder: Path) -> None:

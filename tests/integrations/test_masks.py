@@ -61,7 +61,7 @@ PACKED = ("causal", "bidirectional", "sliding", "sliding both ways", "chunked")
 
 def kept(mask: LayerMask) -> Tensor:
     """What a mask keeps, [B, 1, Nq, Nk], by the reference of its spec."""
-    batch, _, q_length, kv_length = mask.extents
+    batch, _, q_length, kv_length = mask.shape
     layer = Layer((1, kv_length), mask=mask.condition, declarations=mask.declarations)
     op = flashgen.loads(layer.text(), backend="reference")
     q, k = torch.zeros(batch, 1, q_length, 1), torch.zeros(batch, 1, kv_length, 1)

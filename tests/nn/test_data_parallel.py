@@ -16,6 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 import flashgen
 from flashgen.nn import MultiheadAttention
+from flashgen.toolchains import cpp
+from tests.distributed.ranks import compile_by
 
 WORLD = 2
 PATIENCE = timedelta(seconds=200)  # of a process that waits for the other
@@ -55,7 +57,8 @@ def rank(number: int, folder: str) -> None:
     torch.save(found, f"{folder}/gradients_{number}.pt")
 
 
-def other_rank(_: int, folder: str) -> None:
+def other_rank(_: int, folder: str, compiler: cpp.Compiler) -> None:
+    compile_by(compiler)
     rank(1, folder)
 
 
@@ -76,7 +79,8 @@ def gradients(number: int) -> dict[str, dict[str, Tensor | None]]:
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 def test_gradients_are_those_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    other = torch.multiprocessing.spawn(other_rank, (str(tmp_path),), nprocs=1, join=False)
+    given = str(tmp_path), cpp.find_compiler()
+    other = torch.multiprocessing.spawn(other_rank, given, nprocs=1, join=False)
     alone = layer()  # compiles while the other process starts, which then finds the kernels
     loss(alone, batch()).backward()
     rank(0, str(tmp_path))

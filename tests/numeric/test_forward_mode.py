@@ -111,7 +111,8 @@ def problem(attend: AttentionOp, shape: tuple[int, ...] = (2, 4, 2, 70, 90), dty
 
 def tiled_problem(attend: AttentionOp, *tensors: Tensor) -> tiled.Problem:
     """A call as what a kernel of forward mode takes."""
-    ((found, _),) = attend._registered.engine._viewed(tensors, REST)
+    engine = attend._registered.engine
+    ((found, _),) = engine.problems(engine._taken(tensors, REST))
     return found
 
 

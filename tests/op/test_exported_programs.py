@@ -306,7 +306,7 @@ def test_damaged_records_are_passed_over(tmp_path: Path, monkeypatch: pytest.Mon
     assert exported.recalled(name) is None
     record = exported.Exported(op.spec, "reference", "")
     assert record.name == name
-    record.remember(name)
+    record.remember()
     found = exported.recalled(name)
     assert found == record
     assert [each.name for each in exported.all_recalled()] == [name]

@@ -296,6 +296,14 @@ def test_flops_are_counted_densely(backend: str, text: str) -> None:
     assert backward.get_total_flops() == 10 * 2 * 4 * 37 * 37 * 16
 
 
+def test_flops_over_a_cache_are_of_the_rows_that_are_filled(backend: str) -> None:
+    q, k, v = qkv()
+    lengths, call = torch.tensor([5, 30], dtype=torch.int32), op(CAUSAL, backend)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        call.decode(q[:, :, :3], k, v, lengths)
+    assert counter.get_total_flops() == 4 * 4 * 3 * (5 + 30) * 16
+
+
 def test_hooks_on_saved_tensors(backend: str) -> None:
     inputs, packed = qkv(), []
 

@@ -21,7 +21,7 @@ from flashgen.ir.expr import literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.op import make_op
-from flashgen.picture import usual
+from flashgen.picture import mask as usual
 from flashgen.picture.paint import PALETTE, paint, size_of
 from flashgen.plan.plans import Plans
 from flashgen.targets.cpu.device import GENERIC_CPU

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from flashgen.analysis.tiles import TileClass
 from flashgen.compiler.pipeline import check_file
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 from flashgen.language import parse_text
-from flashgen.picture.mask import CellClass, MaskPicture, coarser, mask_picture
+from flashgen.picture.mask import MaskPicture, coarser, mask_picture
 from flashgen.picture.paint import PALETTE, paint
 from flashgen.verification.captured import realistic_captured
 
@@ -51,8 +52,8 @@ def test_every_class_and_share_is_right(mask: str, lengths: tuple[int, int]) -> 
     for row, classes in enumerate(picture.classes):
         for column, found in enumerate(classes):
             tile = pairs[row * 32 : (row + 1) * 32, column * 16 : (column + 1) * 16]
-            if found != CellClass.PARTIAL:
-                assert tile.all() if found == CellClass.FULL else not tile.any(), (row, column)
+            if found != TileClass.PARTIAL:
+                assert tile.all() if found == TileClass.FULL else not tile.any(), (row, column)
     assert sum(picture.counts.values()) == picture.classes.size
     visited = list(picture.order())
     assert visited == sorted(visited)
@@ -74,7 +75,7 @@ def test_intervals_are_settled_as_tightly_as_by_looking() -> None:
     picture = drawn("mask causal and window_left(37)", Shape(1, 1, 1, 256, 256))
     pairs = np.array([[0 <= i - j < 37 for j in range(256)] for i in range(256)])
     tiles = pairs.reshape(8, 32, 16, 16).any(axis=(1, 3))
-    assert ((picture.classes != CellClass.EMPTY) == tiles).all()
+    assert ((picture.classes != TileClass.EMPTY) == tiles).all()
 
 
 def test_a_million_tokens_take_no_longer_than_their_picture() -> None:

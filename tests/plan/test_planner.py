@@ -23,6 +23,7 @@ from flashgen.targets.cpu.tiles import CpuPlan
 from flashgen.targets.device_table import known_devices
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS
+from flashgen.toolchains.cpp import read_cpuinfo
 
 
 def variant(body: str) -> Variant:
@@ -33,7 +34,7 @@ def variant(body: str) -> Variant:
 
 def kinds_of(chosen: CpuPlan) -> list[Mapping[str, Tiles]]:
     """The passes of each kind of products."""
-    return [chosen.tiles(products) for products in Products]
+    return [chosen.tiles[products] for products in Products]
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 128, 256, 512])
@@ -106,7 +107,7 @@ def test_a_plan_names_its_runners_up() -> None:
     chosen = plan_cpu(variant("head_dim 64"), GENERIC_CPU)
     assert any("KiB are usable" in each.reason for each in chosen.rejected)
     assert any("of work beside the products" in each.reason for each in chosen.rejected)
-    assert chosen.describe().count("rejected") == 2
+    assert {each.pass_name for each in chosen.rejected} >= {"forward", "backward"}
 
 
 def test_the_machine_at_hand() -> None:
@@ -124,8 +125,8 @@ def test_matrix_registers_are_read_as_linux_reports_them(tmp_path: Path) -> None
         ("amx_bf16 amx_tile", False),
     ]:
         cpuinfo.write_text(f"processor : 0\nflags : fpu {flags} sse\n")
-        assert devices._has_amx(devices.read_cpuinfo(cpuinfo)) is found
-    assert not devices._has_amx(devices.read_cpuinfo(tmp_path / "none"))
+        assert devices._has_amx(read_cpuinfo(cpuinfo)) is found
+    assert not devices._has_amx(read_cpuinfo(tmp_path / "none"))
 
 
 def test_pairs_are_read_as_linux_reports_them() -> None:

@@ -188,7 +188,7 @@ def test_matrix_registers_are_faster_than_vectors_and_slower_than_their_peak() -
         times, windows = [], []
         for products in (Products.VECTORS, Products.BFLOAT16, Products.SPLIT):
             found = [variant("head_dim 64"), variant("head_dim 64 mask causal and window_left(256)")]
-            tiles = [plan_cpu(each, xeon).tiles(products)[name] for each in found]
+            tiles = [plan_cpu(each, xeon).tiles[products][name] for each in found]
             whole, window = (
                 cpu_cost.pass_time(each, products, name, tile, xeon, shape)
                 for each, tile in zip(found, tiles, strict=True)
@@ -207,7 +207,7 @@ def test_pairs_are_faster_than_numbers_and_slower_than_their_peak() -> None:
     for name in ("forward", "backward"):
         whole = variant("head_dim 64")
         numbers, pairs = (
-            cpu_cost.pass_time(whole, products, name, plan_cpu(whole, zen4).tiles(products)[name], zen4, shape)
+            cpu_cost.pass_time(whole, products, name, plan_cpu(whole, zen4).tiles[products][name], zen4, shape)
             for products in (Products.VECTORS, Products.PAIRS)
         )
         assert numbers.seconds / 2 < pairs.seconds < numbers.seconds

@@ -95,7 +95,7 @@ def test_a_cpu_with_matrix_registers_is_reported_by_what_calls_take() -> None:
         found = passes(body, "sapphire-rapids", shape)
         assert list(found) == ["forward f32", "backward f32", "forward bf16", "backward bf16"]
         for name, products in (("f32", Products.SPLIT if split else Products.VECTORS), ("bf16", Products.BFLOAT16)):
-            for pass_name, tile in chosen.tiles(products).items():
+            for pass_name, tile in chosen.tiles[products].items():
                 each = found[f"{pass_name} {name}"]
                 assert each.tiles == (tile,)
                 assert sum(each.buffers[pass_name].values()) == tile.sram_bytes
@@ -109,7 +109,7 @@ def test_a_cpu_that_multiplies_pairs_is_reported_by_what_calls_take() -> None:
     chosen, found = plan_cpu(variant("head_dim 64"), zen4), passes("head_dim 64", "zen4")
     assert list(found) == ["forward f32", "backward f32", "forward bf16", "backward bf16"]
     for name, products in (("f32", Products.VECTORS), ("bf16", Products.PAIRS)):
-        for pass_name, tile in chosen.tiles(products).items():
+        for pass_name, tile in chosen.tiles[products].items():
             each = found[f"{pass_name} {name}"]
             assert each.tiles == (tile,)
             assert sum(each.buffers[pass_name].values()) == tile.sram_bytes

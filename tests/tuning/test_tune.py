@@ -26,8 +26,7 @@ from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
 from flashgen.op.loading import load, load_spec, loads
 from flashgen.plan.measured import PASSES, Measured, MeasuredPass, Pins, ShapeClass, Tile, Tuning, spearman
-from flashgen.targets.cpu.device import GENERIC_CPU, local_cpu
-from flashgen.targets.cpu.machine import cpu_identity
+from flashgen.targets.cpu.device import GENERIC_CPU, cpu_identity, local_cpu
 from flashgen.targets.cpu.plan import plan_cpu
 from flashgen.targets.cpu.products import Products
 from flashgen.targets.cpu.tiles import CpuPlan
@@ -248,7 +247,7 @@ def test_later_loads_use_the_winner_and_say_so(store: TunedStore, fast: None, tm
     ranked = job.ranked()
     op = loads(TEXT)
     found = op.plan[job.head_dim]
-    for name, tiles in found.tiles(Products.VECTORS).items():
+    for name, tiles in found.tiles[Products.VECTORS].items():
         assert Tile(tiles.Br, tiles.Bc) == ranked[name][-1].tile != ranked[name][0].tile
     assert f"tuned on '{cpu_identity()}' at {SHAPE} in f32" in "\n".join(found.reasons)
     assert f"faster than the planner's {ranked['forward'][0].tile}" in "\n".join(found.reasons)
@@ -334,7 +333,7 @@ def test_tiles_that_the_planner_refuses_now_are_not_used(store: TunedStore) -> N
     found = planned(variant, local_cpu())
     assert isinstance(found, CpuPlan)
     own = plan_cpu(variant, local_cpu())
-    assert all(found.tiles(products) == own.tiles(products) for products in Products)
+    assert all(found.tiles[products] == own.tiles[products] for products in Products)
     assert "tuned tiles are not used, as the planner refuses them" in "\n".join(found.reasons)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.console import note, plain_table, print_json, print_table, progress
+from flashgen.cli.console import note, print_json, print_table, progress
 from flashgen.cli.operators import chosen_specs, element_of, loaded_operators
 from flashgen.cli.options import (
     Constant,
@@ -118,7 +118,7 @@ def bench(
     butterfly of blocks as its layout), run time and HBM bytes by the size of the blocks, run time by the share of
     blocks kept, and as totals flops, HBM bytes and run time of one shape. Ctrl-C ends it with what was measured.
     """
-    from flashgen.tuning.device import cuda_is_there
+    from flashgen.tuning.timing import cuda_is_there
 
     if peers is not None and BLOCK_SPARSE in peers and sweep != "length":
         raise click.UsageError(f"'{BLOCK_SPARSE}' computes other pairs than the spec: it belongs to --sweep length")
@@ -168,13 +168,11 @@ def bench(
 def _print(title: str, comparisons: Sequence[Comparison]) -> None:
     columns = ["head_dim", "dtype", "B,H,Hkv,Nq,Nk", "pass", "who", "ms", "quartiles", "× flashgen", "quartiles"]
     columns += ["GFLOP/s", *dict.fromkeys(f"of {entry.gemm_name}" for entry in comparisons[:1])]
-    table = plain_table(title, columns, left=["dtype", "pass", "who"])
+    rows: list[tuple[str, ...]] = []
     for entry in comparisons:
         place = (str(entry.head_dim), str(entry.dtype), str(entry.shape), _pass_name(entry))
         for times in entry.times:
-            table.add_row(
-                *place,
-                times.name,
+            numbers = (
                 f"{times.seconds.median * 1e3:.2f}",
                 _quartiles(times.seconds, 1e3),
                 f"{times.ratio.median:.2f}",
@@ -182,9 +180,10 @@ def _print(title: str, comparisons: Sequence[Comparison]) -> None:
                 f"{entry.speed(times) / 1e9:.1f}",
                 f"{entry.of_gemm(times):.0%}",
             )
+            rows.append((*place, times.name, *numbers))
             place = ("", "", "", "")
-        table.add_section()
-    print_table(table)
+        rows.append(())
+    print_table(title, columns, rows, left=["dtype", "pass", "who"])
     if comparisons:
         speeds = sorted(entry.gemm_speed / 1e9 for entry in comparisons)
         rounds = sorted(entry.gemm.rounds for entry in comparisons)

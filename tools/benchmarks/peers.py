@@ -35,10 +35,10 @@ from flashgen.reference.dense import param_values
 from flashgen.reference.evaluate import Evaluator
 from flashgen.reference.guard import Guard
 from flashgen.reference.shard import Shard
-from flashgen.verification.inputs import Inputs, lowered_inputs
+from flashgen.verification.inputs import Inputs
 from flashgen.verification.verify import dense
 from tools.benchmarks.flex import flex_peer
-from tools.benchmarks.peer import Arguments, Inexpressible, Peer
+from tools.benchmarks.peer import Arguments, Inexpressible, Peer, lowered_inputs
 
 _MOST_COUNTED, _MOST_AT_ONCE = 2**26, 2**22
 

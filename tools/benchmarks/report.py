@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from flashgen.targets.cpu.machine import cpu_name
+from flashgen.targets.cpu.device import cpu_name
 from flashgen.version import __version__
 
 README = Path(__file__).resolve().parent / "README.md"

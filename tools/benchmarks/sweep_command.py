@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.console import INTERRUPTED, note, plain_table, print_json, print_table, progress
+from flashgen.cli.console import INTERRUPTED, note, print_json, print_table, progress
 from flashgen.cli.operators import element_of
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
@@ -164,14 +164,14 @@ def _print(sweep: Sweep) -> None:
     columns = [_PLACES[sweep.kind], "pass", "who", "ms", "quartiles", _AGAINST[sweep.kind], "MiB", "HBM MiB"]
     columns += ["× proportional"] if multiples else []
     columns += ["GFLOP"] if sweep.kind == "totals" else []
-    table = plain_table(f"{sweep.spec_name}, by {sweep.kind}", columns, left=["pass", "who"])
+    rows: list[list[str]] = []
     previous: tuple[str, bool] | None = None
     for point in sweep.points:
         here = (f"{point.series} {point.label}", point.backward)
         if previous is not None and previous[0] != here[0]:
-            table.add_section()
+            rows.append([])
         place = (_label(point), "forward+backward" if point.backward else "forward")
-        table.add_row(
+        cells = [
             *(place if here != previous else ("", "")),
             point.who,
             f"{point.seconds.median * 1e3:.2f}",
@@ -181,9 +181,10 @@ def _print(sweep: Sweep) -> None:
             _mib(point.hbm_bytes),
             *([f"{multiples[point]:.2f}"] if multiples else []),
             *(["" if point.flops is None else f"{point.flops / 1e9:.2f}"] if sweep.kind == "totals" else []),
-        )
+        ]
+        rows.append(cells)
         previous = here
-    print_table(table)
+    print_table(f"{sweep.spec_name}, by {sweep.kind}", columns, rows, left=["pass", "who"])
     for line in caption(sweep).splitlines():
         click.echo(line)
     click.echo(

@@ -41,7 +41,8 @@ from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import ElementPlan
 from flashgen.targets.registry import GPUS
-from flashgen.verification.inputs import Inputs, lowered_inputs
+from flashgen.verification.inputs import Inputs
+from tools.benchmarks.peer import lowered_inputs
 from tools.paper.forms import rabe_staats_backward_flops
 
 MODELLED = GPUS["sm_80"]  # whose tiles are taken where there is no GPU

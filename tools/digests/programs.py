@@ -195,7 +195,7 @@ def _source(piece: Piece, target: CpuTarget) -> Any:
             variant = kernel_variant(spec, head_dim, KINDS[piece.kind])
             return target.emit(variant, target.plan(variant))
     moving = with_slopes(dense) if piece.name == BACKWARD else kernel_variant(spec, head_dim, FORWARD_MODE)
-    return target.emit_jvp(moving)
+    return target.emit(moving, target.plan(moving))
 
 
 @contextlib.contextmanager

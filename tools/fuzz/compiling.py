@@ -71,7 +71,7 @@ def _on_the_cpu(case: Case, spec: AttentionSpec, scratch: Path) -> AttentionOp:
     sources = [compiled_kernel(variant, target).source for variant in variants]
     moved = list(dict.fromkeys(head_dim_of(spec, call) for call in case.calls if call.order > 1))
     of_tangents = [each(analyse(spec, head_dim)) for head_dim in moved for each in (with_tangent, with_slopes)]
-    sources += [target.emit_jvp(variant) for variant in of_tangents]
+    sources += [target.emit(variant, target.plan(variant)) for variant in of_tangents]
     imitated = {"FLASHGEN_MATRIX_PRODUCTS": case.build.matrices, "FLASHGEN_PAIR_PRODUCTS": case.build.pairs}
     defines = tuple((macro, "2") for macro, wanted in imitated.items() if wanted)
     sources = [replace(each, defines=(*each.defines, *defines)) for each in sources]

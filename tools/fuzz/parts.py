@@ -41,10 +41,7 @@ def in_parts(op: AttentionOp, count: int, wide: bool, q: Tensor, k: Tensor, v: T
         Unit(0, rows, starts[0], span, starts[1] + span[0], (((0, span[1] - span[0]), span),)) for span in spans
     )
     plan = Rounds((Segment(rows, starts[0], is_whole=False),), (Round(k.shape[2], units),))
-    walk = Walk(
-        Partial(op, wide=wide), ((starts[0], ends[0]),), plan, None,
-        Where(0, 0, starts[2], starts[3], *totals), repeatable, keeps=False,
-    )  # fmt: skip
+    walk = Walk(Partial(op, wide=wide), plan, None, Where(0, 0, starts[2], starts[3], *totals), repeatable, keeps=False)
     o, lse = walk.attend(tensors)
     if lse is not None and q.dtype is not torch.float64:
         lse = lse.float()

@@ -22,10 +22,11 @@ from flashgen.reference.dense import Dropout, attention, drop_probability, param
 from flashgen.reference.shard import Shard
 from flashgen.reference.tiled import gives_nothing
 from flashgen.verification.inputs import Inputs
-from flashgen.verification.second_order import mixed_order, second_order
+from flashgen.verification.second_order import second_order
 from tools.fuzz.doors import through_door
 from tools.fuzz.draws import CallDraw
 from tools.fuzz.inputs import Arguments, Held
+from tools.fuzz.mixed_order import mixed_order
 from tools.fuzz.parts import has_parts, in_parts
 
 _FAR = 2**40 + 2**31 + 12345

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import flashgen
 from flashgen.distributed import ContextParallel, Partition, context_parallel, partition
 from flashgen.distributed.exchange import counting
-from flashgen.op.dtensor_captured import Indexed
+from flashgen.op.dtensor_captured import indexed
 from flashgen.op.op import AttentionOp
 from flashgen.verification.inputs import Inputs
 from flashgen.verification.verify import norm
@@ -195,7 +195,7 @@ def _of_dtensors(
     given = values.inputs
     captured = {}
     for number, each in enumerate(spec.tensors):
-        there = [d for d, name in Indexed.of(spec, each).exact.items() if name in axes]
+        there = [d for d, name in indexed(spec, each).items() if name in axes]
         # In turn a part of each rank, whole on each, and no DTensor.
         choices: list[int | None] = [*there, None]
         kind = (call.seed + number) % (len(choices) + 1)

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from flashgen.ir.expr import Apply, Expr, Load, Symbol, SymbolKind, score_input, walk
+from flashgen.ir.weights import D_PROBABILITY, DELTA, INVERSE, PROBABILITY
 from flashgen.plan.arguments import gradient_field, tensor_field
 from flashgen.plan.paper import BlockSizes
 from flashgen.reference.dense import evaluator, kept_by_position, squared_distance
 from flashgen.reference.evaluate import Evaluator
 from flashgen.reference.philox import drop_threshold, kept_pairs, survivor_scale
 from flashgen.reference.tiled import Problem
-from flashgen.reference.weights import backward, denominator, term
+from flashgen.reference.weights import denominator, term, value_of
 from tools.paper.hbm import Hbm
 
 _S = score_input("s")
@@ -364,7 +365,9 @@ class ProductGradients:
 def score_gradient(block: Pairs, P: Tensor, dP: Tensor, D_i: Tensor, ell: Tensor) -> Tensor:
     """dS_ij = P_ij ∘ (dP_ij - D_i); for weights E(S) / ℓ it is E'(S) ∘ (dP_ij - D_i ∂ℓ/∂E) / ℓ, E' by autograd."""
     form = block.problem.spec.weights.form
-    gradient = backward(form, P, dP, D_i[:, None], divided(torch.ones_like(D_i)[:, None], ell))
+    inverse = divided(torch.ones_like(D_i)[:, None], ell)
+    values: dict[Expr, Tensor] = {PROBABILITY: P, D_PROBABILITY: dP, DELTA: D_i[:, None], INVERSE: inverse}
+    gradient = value_of(form.backward, values, P)
     if form.exponential:
         return gradient
     start = block.score.detach().requires_grad_()

@@ -16,9 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flashgen.ir.weights import PROBABILITY
 from flashgen.plan.paper import BlockSizes
 from flashgen.reference.tiled import Problem
-from flashgen.reference.weights import share
+from flashgen.reference.weights import value_of
 from tools.paper.hbm import Hbm
 from tools.paper.pairs import (
     Place,
@@ -226,4 +227,5 @@ def _shares(problem: Problem, hbm: Hbm, place: Place, E: Tensor) -> Tensor:
     form = problem.spec.weights.form
     if form.is_sum:
         return torch.ones_like(E)
-    return share(form, divided(E, hbm.load("ell", place.b, place.h, place.rows)))
+    probability = divided(E, hbm.load("ell", place.b, place.h, place.rows))
+    return value_of(form.share, {PROBABILITY: probability}, probability)

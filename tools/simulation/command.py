@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.console import plain_table, print_json, print_table
+from flashgen.cli.console import print_json, print_table
 from flashgen.cli.options import Constant, check_countable
 from flashgen.ir.shape import Shape
 
@@ -164,7 +164,7 @@ def _print(simulations: Sequence[Simulation]) -> None:
         "efficiency",
         "MB sent",
     ]
-    table = plain_table("of the busiest rank; all is predicted", columns, left=["method", "pass"])
+    rows = []
     for each in simulations:
         lengths = each.partition.lengths
         shared = [str(each.ranks), f"{max(lengths):,}", f"{each.partition.imbalance:.1%}"]
@@ -172,8 +172,7 @@ def _print(simulations: Sequence[Simulation]) -> None:
             for one in by.passes:
                 times = (f"{_MS * x:.3g}" for x in (one.seconds, one.work, one.travel, one.waited))
                 best = "*" if by is each.best else ""
-                table.add_row(
-                    *shared, by.name + best, one.name, *times, f"{one.efficiency:.0%}", f"{max(one.sent) / _MB:,.1f}"
-                )
-    print_table(table)
+                sent = f"{max(one.sent) / _MB:,.1f}"
+                rows.append((*shared, by.name + best, one.name, *times, f"{one.efficiency:.0%}", sent))
+    print_table("of the busiest rank; all is predicted", columns, rows, left=["method", "pass"])
     click.echo("*: the least time, both passes together")

@@ -14,8 +14,7 @@ from flashgen.compiler.package.sources import source_of
 from flashgen.diagnostics import quoted_list
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.plan.packed import ManifestBinary
-from flashgen.plan.plan import Tiles
-from flashgen.targets.cpu.tiles import CpuPlan
+from flashgen.targets.cpu.tiles import CpuPlan, tiles_from_json
 from flashgen.toolchains.cpp import cpu_identity
 from flashgen.toolchains.cpu_features import lacking, system
 
@@ -63,6 +62,6 @@ def _check_fits(binary: ManifestBinary) -> None:
 
 
 def _plan(binary: ManifestBinary, name: str, head_dim: str) -> CpuPlan:
-    tiles = {each: Tiles(**size) for each, size in (binary.tiles or {}).items()}
+    tiles = tiles_from_json(binary.tiles or {})
     why = f"compiled when the package was built, by {binary.compiler}"
-    return CpuPlan(name, head_dim, binary.sram_bytes or 0, (why,), (), "local", decisions=(), **tiles)
+    return CpuPlan(name, head_dim, binary.sram_bytes or 0, (why,), (), "local", tiles)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -113,16 +114,15 @@ def attention_forward(
     return o.transpose(1, 2).contiguous(), None
 
 
+@dataclass
 class _Asked:
     """What a call keeps of [B, H, Nq, Nk] = ``sizes``, as conditions, and what these capture."""
 
-    def __init__(self, sizes: tuple[int, int, int, int], captured: dict[str, Any]) -> None:
-        self.sizes = sizes
-        self.conditions: list[str] = []
-        self.declarations: list[str] = []
-        self.captured = captured
-        # What the mask goes by: the kinds of a LayerMask.
-        self.kinds: set[str] = set()
+    sizes: tuple[int, int, int, int]
+    captured: dict[str, Any]
+    conditions: list[str] = field(default_factory=list)
+    declarations: list[str] = field(default_factory=list)
+    kinds: set[str] = field(default_factory=set)  # what the mask goes by: those of a LayerMask
 
     def order(self, causal: bool, sliding_window: int | None) -> None:
         """What a layer says where there is no mask."""
@@ -187,7 +187,7 @@ def _same_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
 
 def _check_mask(mask: LayerMask, sizes: tuple[int, int, int, int]) -> None:
     batch, _, q_length, kv_length = sizes
-    there = mask.extents
+    there = mask.shape
     if (there[0], there[2], there[3]) != (batch, q_length, kv_length):
         raise ValueError(
             f"'attention_mask' is for {list(there)}, but there are {q_length} queries, {kv_length} keys and {batch} "

@@ -92,19 +92,18 @@ def _has_own_attention(kind: type) -> bool:
 
     What cannot be read, as in a notebook, is not judged.
     """
-    return any(_is_apart(each.__module__) for each in kind.__mro__ if _is_model(each))
+    for each in filter(_is_model, kind.__mro__):
+        try:
+            source = inspect.getsource(sys.modules[each.__module__])
+        except (KeyError, OSError, TypeError):
+            continue
+        if _ATTENTION.search(source) is not None and "ALL_ATTENTION_FUNCTIONS" not in source:
+            return True
+    return False
 
 
 def _is_model(kind: type) -> bool:
     return issubclass(kind, PreTrainedModel) and kind is not PreTrainedModel
-
-
-def _is_apart(module: str) -> bool:
-    try:
-        source = inspect.getsource(sys.modules[module])
-    except (KeyError, OSError, TypeError):
-        return False
-    return _ATTENTION.search(source) is not None and "ALL_ATTENTION_FUNCTIONS" not in source
 
 
 def _fill_tables(kind: type, name: str) -> None:

@@ -8,8 +8,9 @@ known here by the code of its closures. A function of anybody else is evaluated 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import CodeType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ _FORMS = {
 ELSEWHERE = "a model that changes its masks itself takes attn_implementation='sdpa'"
 
 
+@dataclass(eq=False, repr=False)
 class LayerMask:
     """Which pairs a layer keeps: ``condition``, in the language, over ``captured`` values, which are declared by
     ``declarations``.
@@ -46,32 +48,15 @@ class LayerMask:
     them. What else only a matrix can do is refused.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int, int],
-        condition: str,
-        declarations: tuple[str, ...],
-        captured: Mapping[str, Any],
-        kinds: frozenset[str],
-        matrix: Callable[[], Tensor],
-    ) -> None:
-        self.extents = shape
-        self._matrix = matrix
-        self._kept: Tensor | None = None
-        self.condition = condition
-        self.declarations = declarations
-        self.captured = dict(captured)
-        self.kinds = kinds
+    shape: tuple[int, int, int, int]
+    condition: str
+    declarations: tuple[str, ...]
+    captured: Mapping[str, Any]
+    kinds: frozenset[str]
+    matrix: Callable[[], Tensor]
+    _kept: Tensor | None = None
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """[B, 1, Nq, Nk]."""
-        return self.extents
-
-    @property
-    def ndim(self) -> int:
-        """4."""
-        return len(self.extents)
+    ndim: ClassVar = 4
 
     @property
     def device(self) -> torch.device | None:
@@ -81,9 +66,7 @@ class LayerMask:
     def to(self, device: torch.device | str, *_: Any, **__: Any) -> LayerMask:
         """The same mask with what it captures on another device."""
         moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.captured.items()}
-        return LayerMask(
-            self.extents, self.condition, self.declarations, moved, self.kinds, lambda: self.dense().to(device)
-        )
+        return replace(self, captured=moved, matrix=lambda: self.dense().to(device), _kept=None)
 
     def contiguous(self) -> LayerMask:
         """The mask itself."""
@@ -92,7 +75,7 @@ class LayerMask:
     def dense(self) -> Tensor:
         """The matrix of bools, true where a pair is kept, made when it is asked for."""
         if self._kept is None:
-            self._kept = self._matrix()
+            self._kept = self.matrix()
         return self._kept
 
     def repeat(self, *sizes: Any) -> Tensor:
@@ -110,7 +93,7 @@ class LayerMask:
     __radd__ = __add__
 
     def __repr__(self) -> str:
-        return f"LayerMask(shape={self.extents}, keeps={self.condition!r})"
+        return f"LayerMask(shape={self.shape}, keeps={self.condition!r})"
 
     __str__ = __repr__
 

@@ -5,11 +5,12 @@ All layers of a forward pass are given the same two tensors of ends: what follow
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from flashgen.op.same import Same
 
 _DIFFERENT = (
     "'cu_seq_lens_q' and 'cu_seq_lens_k' say different lengths; a causal or sliding mask is supported where queries "
@@ -17,15 +18,8 @@ _DIFFERENT = (
 )
 
 
-class _Found(NamedTuple):
-    """What the last call found, of which ends."""
-
-    ends: tuple[weakref.ref[Tensor], weakref.ref[Tensor]]
-    key: object
-    documents: dict[str, Tensor]
-
-
-_LAST: list[_Found] = []
+# What the last call found, of which ends.
+_LAST: list[tuple[object, dict[str, Tensor]]] = []
 
 
 def packed(q_ends: Tensor, k_ends: Tensor, lengths: tuple[int, int], *, is_ordered: bool) -> dict[str, Tensor]:
@@ -35,12 +29,12 @@ def packed(q_ends: Tensor, k_ends: Tensor, lengths: tuple[int, int], *, is_order
     """
     if not (_is_remembered(q_ends) and _is_remembered(k_ends)):
         return _packed(q_ends, k_ends, lengths, is_ordered)
-    key = (lengths, is_ordered, q_ends._version, k_ends._version)
-    for last in _LAST:
-        if last.ends[0]() is q_ends and last.ends[1]() is k_ends and last.key == key:
-            return last.documents
+    key = (Same(q_ends), Same(k_ends), lengths, is_ordered)
+    for known, documents in _LAST:
+        if known == key:
+            return documents
     found = _packed(q_ends, k_ends, lengths, is_ordered)
-    _LAST[:] = [_Found((weakref.ref(q_ends), weakref.ref(k_ends)), key, found)]
+    _LAST[:] = [(key, found)]
     return found
 
 

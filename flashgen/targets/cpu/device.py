@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal as OneOf
 from typing import Self
 
-from flashgen.toolchains.cpp import available_cores
+from flashgen.toolchains.cpp import available_cores, read_cpuinfo
 
 KIB = 1024
 LOCAL = "local"  # the machine at hand
@@ -110,14 +110,6 @@ def _cache_bytes(level: int, root: Path = Path("/sys/devices/system/cpu/cpu0/cac
     return None
 
 
-def read_cpuinfo(file: Path = Path("/proc/cpuinfo")) -> str:
-    """What Linux says of its processors; nothing where there is no such file."""
-    try:
-        return file.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 def _lanes(cpuinfo: str) -> int:
     """Float32 lanes of the widest vector register that the compiler will use."""
     if re.search(r"\bavx512f\b", cpuinfo):
@@ -148,3 +140,16 @@ def _clock_hz(cpuinfo: str) -> float | None:
     except (OSError, ValueError):
         found = re.search(r"^cpu MHz\s*:\s*([\d.]+)", cpuinfo, re.MULTILINE)
     return 1e6 * float(found[1]) if found and float(found[1]) > 0 else None
+
+
+def cpu_name() -> str:
+    """The model, as its maker calls it."""
+    found = re.search(r"^model name\s*:\s*(.+?)\s*$", read_cpuinfo(), re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine() or "unknown CPU"
+
+
+def cpu_identity() -> str:
+    """The model and what a plan depends on: two machines of one identity run the same tiles alike."""
+    device = local_cpu()
+    registers = ", matrix registers" if device.matrix_per_clock else ", pairs" if device.pairs_per_clock else ""
+    return f"{cpu_name()}, {device.cores} cores, {device.lanes} lanes{registers}, {device.sram_bytes // 1024} KiB L2"

@@ -12,7 +12,6 @@ from flashgen.analysis.diagonals import diagonal_values, over_diagonals
 from flashgen.analysis.levels import Level, observed_loads
 from flashgen.analysis.variant import CapturedGradient, Variant, constant_factor
 from flashgen.emit.context import (
-    AddHook,
     Masks,
     Observed,
     WeightCode,
@@ -23,6 +22,7 @@ from flashgen.emit.context import (
     masks_of,
     moved_inputs,
     observed_load,
+    pair_terms,
     template_values,
     tidy,
 )
@@ -49,7 +49,7 @@ from flashgen.plan.arguments import (
 from flashgen.plan.work import CPU_COSTS, pair_work
 from flashgen.store.headers import headers_of
 from flashgen.targets.cpu.recipes import keeps_lists
-from flashgen.targets.cpu.tiles import CpuJvpPlan, CpuPlan
+from flashgen.targets.cpu.tiles import CpuPlan
 from flashgen.version import __version__
 
 # In base 2. A row's maximum is replaced where a score is more than this above it: rows are seldom scaled down then, and
@@ -111,7 +111,7 @@ class _Context:
     spec_lines: tuple[str, ...]
     formula: str
     head_dim: object
-    plan: CpuPlan | CpuJvpPlan
+    plan: CpuPlan
     primitives: tuple[str, ...]
     parts: bool  # over some of the keys of rows, or some of the rows, and no ragged batches
     written: str  # of what element o and dQ are, as code
@@ -157,7 +157,7 @@ class _Context:
     captured_owned: dict[str, bool]
 
 
-def emit_cpu(variant: Variant, plan: CpuPlan | CpuJvpPlan) -> KernelSource:
+def emit_cpu(variant: Variant, plan: CpuPlan) -> KernelSource:
     """The C++ source of one head dimension; the plan's tiles are its defaults.
 
     Forward and backward, or of a variant with a tangent forward mode, or its backward pass.
@@ -167,7 +167,8 @@ def emit_cpu(variant: Variant, plan: CpuPlan | CpuJvpPlan) -> KernelSource:
     form = "" if variant.tangent is not None else variant.kind.mark
     symbol = f"{spec.name}_d{str(head_dim).replace('/', '_')}{form}"
     context = _context(variant, plan, symbol)
-    suffix = f"_{plan.name}" if isinstance(plan, CpuJvpPlan) else ""
+    own = context.last_pass if variant.kind.backward_only else context.first_pass
+    suffix = "" if variant.tangent is None else f"_{own}"
     code = tidy(environment().get_template("cpu/kernel.cpp.jinja").render(template_values(context)))
     return KernelSource(
         file_name=f"{symbol}{suffix}_cpu.cpp",
@@ -180,7 +181,7 @@ def emit_cpu(variant: Variant, plan: CpuPlan | CpuJvpPlan) -> KernelSource:
     )
 
 
-def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Context:
+def _context(variant: Variant, plan: CpuPlan, symbol: str) -> _Context:
     spec = variant.spec
     placement = Placement(variant.proofs)
     by_key = placement.with_lanes(Level.COLUMN)
@@ -213,8 +214,8 @@ def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Cont
     sink_tangent = derivative_hooks(variant, placement, hook, "fg::VecF", pair_inputs)
     chained = by_score(variant)
     gradients = tuple(
-        _gradient(gradient, label, placement, hook, _Pair(variant, pair, moved))
-        for gradient, label in zip(variant.gradients, labels(variant.gradients), strict=True)
+        _gradient(each, label, placement, pair_terms(variant, each, label, hook, "fg::VecF", pair, moved))
+        for each, label in zip(variant.gradients, labels(variant.gradients), strict=True)
     )
     observed = tuple(observed_load(load, placement) for loads in observed_loads(variant.keep) for load in loads)
     keep_range = range_code(variant.keep, placement, {load.load: f"{load.struct}.{load.name}" for load in observed})
@@ -233,12 +234,12 @@ def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Cont
         written="F32" if variant.kind.parts else "a.element",
         written_of_keys="F32" if variant.kind.parts or variant.kind.slices else "a.element",
         head_rows=f"a.{HEAD_ROWS}" if variant.kind.slices else "a.q_len",
-        results=_results(variant),
+        results=tuple(name for name, each in variant.kind.operands.items() if each.by_row),
         first_pass="forward" if variant.tangent is None else "jvp",
         last_pass="backward" if variant.tangent is None else "jvp_backward",
         has_forward=not variant.kind.backward_only,
         has_backward=not variant.kind.forward_only,
-        arguments=_fields(variant),
+        arguments=argument_fields(spec, variant.kind),
         hooks=placement.hooks(),
         hooks_by_key=by_key.hooks(),
         function_inputs=inputs,
@@ -286,10 +287,8 @@ def _context(variant: Variant, plan: CpuPlan | CpuJvpPlan, symbol: str) -> _Cont
 
 def _heads_are_alike(spec: AttentionSpec) -> bool:
     """Whether nothing that a row is computed from depends on its head."""
-    roots = [spec.scale, spec.score, spec.mask, spec.weights.weight, spec.weights.sink]
-    roots += [None if spec.layout is None else spec.layout.keep]
-    nodes = walk(*(root for root in roots if root is not None))
-    return not any(isinstance(node, Symbol) and node.name in ("h", "hkv", "Hkv") for node in nodes)
+    names = ("h", "hkv", "Hkv")
+    return not any(isinstance(node, Symbol) and node.name in names for node in walk(*spec.expressions))
 
 
 def _lists(keep: Expr) -> tuple[str, ...]:
@@ -298,44 +297,8 @@ def _lists(keep: Expr) -> tuple[str, ...]:
     return ("tile_rows", "tile_columns", *(f"a.{name}" for name in fields))
 
 
-def _fields(variant: Variant) -> tuple[Field, ...]:
-    """Of the struct of arguments."""
-    return argument_fields(variant.spec, variant.kind)
-
-
-def _results(variant: Variant) -> tuple[str, ...]:
-    """The rows that passes write, by name."""
-    return tuple(name for name, each in variant.kind.operands.items() if each.by_row)
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """What functions of a pair take: ``code`` first, and of a score's tangent what ``moved`` declares behind it."""
-
-    variant: Variant
-    code: str
-    moved: str
-
-
-def _gradient(gradient: CapturedGradient, label: str, placement: Placement, hook: AddHook, pair: _Pair) -> _Gradient:
+def _gradient(gradient: CapturedGradient, label: str, placement: Placement, pair_code: str | None) -> _Gradient:
     read = gradient.read
-    parts = []
-    if gradient.from_score is not None:
-        name = f"score_by_{label}"
-        hook(name, gradient.from_score, comment=f"∂score/∂{text(read)}")
-        parts.append(by_score(pair.variant) % f"{name}(INPUTS)")
-    if gradient.from_score_tangent is not None:
-        name = f"score_tangent_by_{label}"
-        hook(name, gradient.from_score_tangent, pair.moved, f"∂tS/∂{text(read)}")
-        parts.append(by_score(pair.variant, "d_t_score") % f"{name}(MOVED)")
-    if gradient.from_weight is not None:
-        name = f"weight_by_{label}"
-        hook(name, gradient.from_weight, ", fg::VecF s", f"∂weight/∂{text(read)}")
-        parts.append(f"d_weight * {name}({pair.code}, safe)")
-    if gradient.from_weight_tangent is not None:
-        name = f"weight_tangent_by_{label}"
-        hook(name, gradient.from_weight_tangent, ", fg::VecF s, fg::VecF t_s", f"∂(t weight)/∂{text(read)}")
-        parts.append(by_score(pair.variant, "d_t_weight") % f"{name}({pair.code}, safe, t_e)")
     sinks = []
     for arriving, name, part in (
         ("d_sink", f"sink_by_{label}", gradient.from_sink),
@@ -350,10 +313,10 @@ def _gradient(gradient: CapturedGradient, label: str, placement: Placement, hook
         value=f"loss_by_{label}",
         sum=f"sum_by_{label}",
         total=f"total_by_{label}",
-        pair_code=" + ".join(parts) or None,
+        pair_code=pair_code,
         sink_code=" + ".join(sinks) or None,
         offset=offset,
-        comment=f"∂L/∂{text(gradient.read)}",
+        comment=f"∂L/∂{text(read)}",
     )
 
 

@@ -38,30 +38,19 @@ def round_up(value: int, multiple: int) -> int:
 
 def buffers(variant: Variant, products: Products, name: str, Br: int, Bc: int, lanes: int) -> dict[str, int]:
     """Bytes that the loop of a pass over key tiles touches, by name; what a pass has no use for is left out."""
-    match products, name:
-        case Products.VECTORS, "forward":
-            sizes = _forward(variant, Br, Bc, lanes)
-        case Products.VECTORS, "jvp":
-            sizes = _jvp(variant, Br, Bc, lanes)
-        case Products.VECTORS, "jvp_backward":
-            sizes = _of_tangents(_backward(variant, Br, Bc, lanes), Br)
-        case Products.VECTORS, _:
-            sizes = _backward(variant, Br, Bc, lanes)
-        case Products.PAIRS, "forward":
-            sizes = _pair_forward(variant, Br, Bc, lanes)
-        case Products.PAIRS, _:
-            sizes = _pair_backward(variant, Br, Bc, lanes)
-        case _, "forward":
-            sizes = _matrix_forward(variant, products.parts, Br, Bc, lanes)
-        case _, "jvp":
-            sizes = _matrix_jvp(variant, products.parts, Br, Bc, lanes)
-        case _, "jvp_backward":
-            rows = _matrix_padded(variant, Br, Bc)[2]
-            sizes = _matrix_backward(variant, products.parts, Br, Bc, lanes)
-            # Kᵀ is multiplied of either, and of the weights one left operand more.
-            sizes = _of_tangents(sizes, rows)
+    is_forward, rows = name in ("forward", "jvp"), Br
+    match products:
+        case Products.VECTORS:
+            sizes = (_forward if is_forward else _backward)(variant, Br, Bc, lanes)
+        case Products.PAIRS:
+            sizes = (_pair_forward if is_forward else _pair_backward)(variant, Br, Bc, lanes)
         case _:
-            sizes = _matrix_backward(variant, products.parts, Br, Bc, lanes)
+            sizes = (_matrix_forward if is_forward else _matrix_backward)(variant, products.parts, Br, Bc, lanes)
+            rows = _matrix_padded(variant, Br, Bc)[2]
+    if name == "jvp":  # the state of a row has one number more
+        sizes = _with_tangents(sizes, FLOAT * rows)
+    elif name == "jvp_backward":  # dO has no tangent; the state of a row has t(lse) and epsilon, too
+        sizes = _with_tangents(sizes, FLOAT * 2 * rows) | {"dO, tangents": 0, "captured gradients, tangents": 0}
     return {name: size for name, size in sizes.items() if size}
 
 
@@ -86,20 +75,10 @@ def _forward(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
     return {name: FLOAT * count for name, count in floats.items()}
 
 
-def _jvp(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
-    """The buffers of the forward pass, each with its tangent, of which a row's state has one number."""
-    return _with_tangents(_forward(variant, Br, Bc, lanes), FLOAT * Br)
-
-
 def _with_tangents(sizes: dict[str, int], of_rows: int) -> dict[str, int]:
+    """The buffers of a pass, each with its tangent, of which the state of rows has so many bytes."""
     own = {"row state": of_rows, "diagonals": 0}
     return sizes | {f"{name}, tangents": own.get(name, size) for name, size in sizes.items()}
-
-
-def _of_tangents(sizes: dict[str, int], rows: int) -> dict[str, int]:
-    """The buffers of the backward pass, each with its tangent but dO, and t(lse) and epsilon of each row."""
-    sizes = _with_tangents(sizes, FLOAT * 2 * rows)
-    return sizes | {"dO, tangents": 0, "captured gradients, tangents": 0}
 
 
 def _backward(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
@@ -166,12 +145,6 @@ def _matrix_forward(variant: Variant, parts: int, Br: int, Bc: int, lanes: int) 
         "row state": FLOAT * 2 * rows,
         "diagonals": FLOAT * _diagonals(variant, rows, Bc, lanes),
     }
-
-
-def _matrix_jvp(variant: Variant, parts: int, Br: int, Bc: int, lanes: int) -> dict[str, int]:
-    """The same of forward mode."""
-    rows = _matrix_padded(variant, Br, Bc)[2]
-    return _with_tangents(_matrix_forward(variant, parts, Br, Bc, lanes), FLOAT * rows)
 
 
 def _matrix_backward(variant: Variant, parts: int, Br: int, Bc: int, lanes: int) -> dict[str, int]:

@@ -7,23 +7,26 @@ the one with the least work beside the matrix products is taken.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 from dataclasses import replace
 
 from flashgen.analysis.variant import Variant
 from flashgen.diagnostics import SpecError
-from flashgen.plan.measured import PLANNERS_OWN, Pins
+from flashgen.plan.measured import PASSES, PLANNERS_OWN, Pins
 from flashgen.plan.plan import Rejection, Tiles, kib
 from flashgen.targets.cpu.device import Cpu
 from flashgen.targets.cpu.limits import limits, unused_pins
 from flashgen.targets.cpu.model import buffers, overhead
 from flashgen.targets.cpu.products import OF_TANGENTS, Products
 from flashgen.targets.cpu.recipes import USABLE_SRAM, PassToPlan, decisions, pass_to_plan, usable_bytes
-from flashgen.targets.cpu.tiles import CpuJvpPlan, CpuPlan
+from flashgen.targets.cpu.tiles import CpuPlan
 
 
 def plan_cpu(variant: Variant, device: Cpu, pins: Pins = PLANNERS_OWN) -> CpuPlan:
-    """The plan, with tiles that were tuned in the place of the planner's own. Raises ``SpecError``."""
+    """The plan, with tiles that were tuned in the place of the planner's own. Raises ``SpecError``.
+
+    A variant with a tangent has the plan of forward mode, or that of the backward pass of forward mode.
+    """
     chosen = _plan(variant, device)
     if pins.is_empty:
         return chosen
@@ -31,63 +34,32 @@ def plan_cpu(variant: Variant, device: Cpu, pins: Pins = PLANNERS_OWN) -> CpuPla
     return replace(found, reasons=chosen.reasons, rejected=chosen.rejected)
 
 
-def plan_jvp(variant: Variant, device: Cpu) -> CpuJvpPlan:
-    """The plan of forward mode, or of a variant with slopes of its backward pass: a library of its own."""
-    name = "jvp_backward" if variant.kind.backward_only else "jvp"
-    tiles, reasons, rejected = _chosen(variant, device, [pass_to_plan(variant, each, name) for each in OF_TANGENTS])
-    return CpuJvpPlan(
-        spec_name=variant.spec.name,
-        head_dim=str(variant.head_dim),
-        device=device.name,
-        sram_bytes=device.sram_bytes,
-        name=name,
-        jvp=tiles[0],
-        split_jvp=tiles[1],
-        reasons=tuple(reasons),
-        rejected=tuple(rejected),
-    )
-
-
 def _plan(variant: Variant, device: Cpu) -> CpuPlan:
     refused = limits(variant)
     if refused:
         raise SpecError(refused, variant.spec.sources)
-    passes = [pass_to_plan(variant, products, name) for products in Products for name in ("forward", "backward")]
-    tiles, reasons, rejected = _chosen(variant, device, passes)
-    reasons += [f"left out: {pin}" for pin in unused_pins(variant)]
+    kinds: tuple[Products, ...] = tuple(Products)
+    names: tuple[str, ...] = PASSES
+    if variant.tangent is not None:
+        kinds, names = OF_TANGENTS, ("jvp_backward" if variant.kind.backward_only else "jvp",)
+    tiles: dict[Products, dict[str, Tiles]] = {products: {} for products in kinds}
+    memory = f"M = {kib(device.sram_bytes)} of L2 a core on '{device.name}' ({device.source})"
+    reasons = [f"{memory}; a tile may use {USABLE_SRAM:.0%} of it"]
+    rejected: list[Rejection] = []
+    for products, name in itertools.product(kinds, names):
+        tiles[products][name], why, lost = _choose(variant, device, pass_to_plan(variant, products, name))
+        reasons.append(why)
+        rejected += lost
     return CpuPlan(
         spec_name=variant.spec.name,
         head_dim=str(variant.head_dim),
         device=device.name,
         sram_bytes=device.sram_bytes,
-        forward=tiles[0],
-        backward=tiles[1],
-        pair_forward=tiles[2],
-        pair_backward=tiles[3],
-        matrix_forward=tiles[4],
-        matrix_backward=tiles[5],
-        split_forward=tiles[6],
-        split_backward=tiles[7],
-        reasons=tuple(reasons),
+        tiles=tiles,
+        reasons=(*reasons, *(f"left out: {pin}" for pin in unused_pins(variant))),
         rejected=tuple(rejected),
         decisions=tuple(decisions(variant, device)),
     )
-
-
-def _chosen(
-    variant: Variant, device: Cpu, passes: Sequence[PassToPlan]
-) -> tuple[list[Tiles], list[str], list[Rejection]]:
-    """The tile of each pass, the reasons, and what was passed over."""
-    tiles: list[Tiles] = []
-    memory = f"M = {kib(device.sram_bytes)} of L2 a core on '{device.name}' ({device.source})"
-    reasons: list[str] = [f"{memory}; a tile may use {USABLE_SRAM:.0%} of it"]
-    rejected: list[Rejection] = []
-    for each in passes:
-        chosen, why, lost = _choose(variant, device, each)
-        tiles.append(chosen)
-        reasons.append(why)
-        rejected += lost
-    return tiles, reasons, rejected
 
 
 def _choose(variant: Variant, device: Cpu, each: PassToPlan) -> tuple[Tiles, str, list[Rejection]]:

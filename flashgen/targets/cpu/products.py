@@ -27,6 +27,11 @@ class Products(Enum):
     SPLIT = "split"
 
     @property
+    def prefix(self) -> str:
+        """What names of tiles begin with."""
+        return {Products.VECTORS: "", Products.PAIRS: "pair_", Products.BFLOAT16: "matrix_"}.get(self, "split_")
+
+    @property
     def in_vectors(self) -> bool:
         """Whether by the units that do all other work, too."""
         return self in (Products.VECTORS, Products.PAIRS)

@@ -25,17 +25,9 @@ ROWS = (16, 32, 48, 64, 96, 128)
 COLUMNS = (16, 32, 64, 96, 128)
 # Of pairs products take half as long, so that what is done once a tile shows more. Backward 192 rows run as fast as
 # 256, which nearly fill the cache, or faster.
-PAIR_ROWS_OF_PASS = {
-    "forward": (*ROWS, 192, 256),
-    "backward": (*ROWS, 192),
-}
+PAIR_ROWS = (*ROWS, 192)
 # Matrix registers take 32 rows at a time, and what they multiply is laid out for them once a tile.
-MATRIX_ROWS_OF_PASS = {
-    "forward": (32, 64, 96, 128, 192, 256, 384, 512),
-    "jvp": (32, 64, 96, 128, 192, 256),
-    "backward": (32, 64, 96, 128, 192, 256),
-    "jvp_backward": (32, 64, 96, 128, 192, 256),
-}
+MATRIX_ROWS = (32, 64, 96, 128, 192, 256)
 MATRIX_COLUMNS = (32, 64, 96, 128)
 
 
@@ -86,13 +78,14 @@ class PassToPlan:
 
     @property
     def _sizes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        is_forward = self.name == "forward"
         match self.products:
             case Products.VECTORS:
                 return ROWS, COLUMNS
             case Products.PAIRS:
-                return PAIR_ROWS_OF_PASS[self.name], COLUMNS
+                return (*PAIR_ROWS, 256) if is_forward else PAIR_ROWS, COLUMNS
             case _:
-                return MATRIX_ROWS_OF_PASS[self.name], MATRIX_COLUMNS
+                return (*MATRIX_ROWS, 384, 512) if is_forward else MATRIX_ROWS, MATRIX_COLUMNS
 
     def candidates(self, variant: Variant) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Rows and columns to consider: what the schedule pins, else sizes that go with the layout's blocks."""

@@ -34,11 +34,6 @@ BY_TASKS = Rule(
     "a key/value head, or a share of its query tiles, is a task with dK and dV of its own, added up in order",
     "not measured otherwise: sums repeat bit by bit",
 )
-DIAGONALS = Rule(
-    "diagonals",
-    "what i - j alone decides and takes longer than a read is computed once for each diagonal of a tile",
-    "T5 1.9 times as fast forward, 2.2 with backward; ALiBi as before",
-)
 LEAST_BESIDE = Rule(
     "least work beside the products",
     "of the tiles that fit three quarters of a core's cache the one with the least work beside the products",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from flashgen.analysis.variant import Variant
@@ -17,7 +17,7 @@ from flashgen.plan.packed import Image, ManifestBinary, ManifestKernel, Packed
 from flashgen.plan.plan import ANY_CALLS, WHOLE, CallKind, Part, Spill
 from flashgen.targets.cpu import limits
 from flashgen.targets.cpu.device import GENERIC_CPU, Cpu, local_cpu
-from flashgen.targets.cpu.plan import plan_cpu, plan_jvp
+from flashgen.targets.cpu.plan import plan_cpu
 from flashgen.targets.cpu.tiles import CpuPlan
 from flashgen.toolchains.cpp import Binary, CompilerMissing, compile_sources, cpu_identity, find_compiler
 from flashgen.toolchains.cpu_features import needed, system
@@ -31,9 +31,6 @@ class CpuTarget:
     name: ClassVar[str] = "cpu"
     family: ClassVar[str] = "cpu"
     ships_binaries: ClassVar[bool] = True
-
-    def with_sram(self, size: int) -> CpuTarget:
-        return CpuTarget(self.device.with_sram(size))
 
     def limits(self, variant: Variant) -> tuple[Diagnostic, ...]:
         return limits.limits(variant)
@@ -54,16 +51,6 @@ class CpuTarget:
             return emit_cpu(variant, plan_cpu(variant, GENERIC_CPU))
 
         return replace(cpu_source(variant, emitted), defines=plan.defines)
-
-    def emit_jvp(self, variant: Variant) -> KernelSource:
-        """The text of forward mode, of a variant ``with_tangent``, a source of its own."""
-
-        def emitted() -> KernelSource:
-            from flashgen.targets.cpu.emit import emit_cpu
-
-            return emit_cpu(variant, plan_jvp(variant, GENERIC_CPU))
-
-        return replace(cpu_source(variant, emitted), defines=plan_jvp(variant, self.device).defines)
 
     def compile(self, source: KernelSource, calls: CallKind = ANY_CALLS) -> Binary:  # noqa: ARG002 - it has all of them
         (binary,) = compile_sources([source])
@@ -94,7 +81,7 @@ class CpuTarget:
             features=needed(compiler),
             cpu=hashlib.sha256(cpu_identity().encode()).hexdigest(),
             sram_bytes=plan.sram_bytes,
-            tiles={each.name: asdict(getattr(plan, each.name)) for each in fields(plan) if each.type == "Tiles"},
+            tiles=plan.tiles_as_json(),
         )
         return Packed(kernel, binaries=(Image(described, binary.path.read_bytes()),))
 

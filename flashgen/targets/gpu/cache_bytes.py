@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashgen.analysis.boxes import EMPTY, Boxes, classify_tiles
+from flashgen.analysis.boxes import Boxes, classify_tiles
 from flashgen.analysis.levels import mask_axes
 from flashgen.analysis.selection import block_of, selected
-from flashgen.analysis.tiles import loads_of_kernels
+from flashgen.analysis.tiles import TileClass, loads_of_kernels
 from flashgen.analysis.variant import Variant
 from flashgen.ir.expr import Expr
 from flashgen.kinds.operand import ELEMENT_BYTES
@@ -166,5 +166,5 @@ def _visited(keep: Expr, place: _Place, head: int, queries: tuple[int, int], col
         computed=True,
     )
     loads = loads_of_kernels(captured, observed=False)
-    found: NDArray[np.bool_] = classify_tiles(keep, boxes, loads=loads) != EMPTY
+    found: NDArray[np.bool_] = classify_tiles(keep, boxes, loads=loads) != TileClass.EMPTY
     return found

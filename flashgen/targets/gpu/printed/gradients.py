@@ -12,7 +12,7 @@ from flashgen.analysis.constraints import COLUMN, ROW
 from flashgen.analysis.diagonals import by_distance
 from flashgen.analysis.levels import Level
 from flashgen.analysis.variant import CapturedGradient, Variant
-from flashgen.emit.context import by_score, labels, moved_inputs
+from flashgen.emit.context import labels, moved_inputs, pair_terms
 from flashgen.emit.placement import Placement
 from flashgen.ir.expr import Expr, Load, index_set
 from flashgen.ir.text import text
@@ -110,21 +110,9 @@ def gradient_code(recipe: Recipe, places: Places) -> GradientCode:
 
 def _gradient(gradient: CapturedGradient, label: str, recipe: Recipe, places: Places) -> Gradient:
     variant, read, target, placement = recipe.computed, gradient.read, gradient_field(gradient.name), places.placement
-    parts, sinks = [], []
-    if gradient.from_score is not None:
-        places.hook(f"score_by_{label}", gradient.from_score, comment=f"∂score/∂{text(read)}")
-        parts.append(by_score(variant) % f"score_by_{label}(INPUTS)")
-    if gradient.from_score_tangent is not None:
-        name, moved = f"score_tangent_by_{label}", moved_inputs(variant, "float", places.pair_inputs)
-        places.hook(name, gradient.from_score_tangent, moved, f"∂tS/∂{text(read)}")
-        parts.append(by_score(variant, "d_t_score") % f"{name}(MOVED)")
-    if gradient.from_weight is not None:
-        places.hook(f"weight_by_{label}", gradient.from_weight, ", float s", f"∂weight/∂{text(read)}")
-        parts.append(f"d_weight * weight_by_{label}(a, u, x, r, c, safe)")
-    if gradient.from_weight_tangent is not None:
-        name = f"weight_tangent_by_{label}"
-        places.hook(name, gradient.from_weight_tangent, ", float s, float t_s", f"∂(t weight)/∂{text(read)}")
-        parts.append(by_score(variant, "d_t_weight") % f"{name}(a, u, x, r, c, safe, t_e)")
+    moved = moved_inputs(variant, "float", places.pair_inputs)
+    pair_code = pair_terms(variant, gradient, label, places.hook, "float", "a, u, x, r, c", moved)
+    sinks = []
     for arriving, name, part in (
         ("d_sink", "sink", gradient.from_sink),
         ("d_t_sink", "sink_tangent", gradient.from_sink_tangent),
@@ -142,7 +130,7 @@ def _gradient(gradient: CapturedGradient, label: str, recipe: Recipe, places: Pl
         value=f"loss_by_{label}",
         sum=f"sum_by_{label}",
         sum_index={Level.COLUMN: "[k]", Level.ROW: "[n]"}.get(gradient.level, ""),
-        pair_code=" + ".join(parts) or None,
+        pair_code=pair_code,
         sink_code=" + ".join(sinks) or None,
         offset=offset,
         offset_by_distance=None if on_diagonal is None else placement.gradient_offset(on_diagonal, Level.DIAGONAL),
