@@ -27,16 +27,6 @@ class Tiles:
     Bc: int
     sram_bytes: int
 
-    @property
-    def kind(self) -> tuple[str, ...]:
-        """What a kernel with this tile is made of, in words, where kernels of one target differ in it."""
-        return ()
-
-    @property
-    def kind_of_one_pass(self) -> tuple[str, ...]:
-        """What comes to that where one kernel computes dQ, dK and dV."""
-        return ()
-
 
 @dataclass(frozen=True)
 class Rejection:

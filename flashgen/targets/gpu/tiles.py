@@ -24,11 +24,6 @@ def staged(tiles: AnyChoice) -> str:
     return f"{tiles.stages} stage{'s' * (tiles.stages > 1)}"
 
 
-def _of_warpgroups(warps: int, producers: int, *, tensor_copies: bool) -> tuple[str, ...]:
-    copies = "producer warps" if producers else "warpgroup copies for itself"
-    return (f"{warps // 4} warpgroup{'s' * (warps > 4)}", copies, *(("tensor copies",) if tensor_copies else ()))
-
-
 @dataclass(frozen=True)
 class ForwardTiles(ForwardChoice, Tiles):
     """A row of the tables as it is planned; ``sram_bytes``: shared memory of a block.
@@ -38,17 +33,6 @@ class ForwardTiles(ForwardChoice, Tiles):
 
     registers: int = 0
     producer_registers: int = 0
-
-    @property
-    def kind(self) -> tuple[str, ...]:
-        split = ("split head dimension",) if self.split > 1 else ()
-        if self.warpgroups:
-            turns = ("turns",) if self.takes_turns else ()
-            cluster = (f"{self.cluster} blocks a cluster",) if self.cluster > 1 else ()
-            roles = _of_warpgroups(self.warps, self.producers, tensor_copies=self.tensor_copies)
-            return (*roles, *split, *turns, *cluster)
-        q = ("Q in registers",) if self.q_in_registers else ()
-        return ("warps", f"{min(self.stages, 2)} stage{'s' * (self.stages > 1)}", *q, *split)
 
 
 @dataclass(frozen=True)
@@ -62,28 +46,10 @@ class BackwardTiles(BackwardChoice, Tiles):
     registers: int = 0
     producer_registers: int = 0
 
-    @property
-    def kind(self) -> tuple[str, ...]:
-        if self.warpgroups:
-            shared: tuple[str, ...] = ("split head dimension",) if self.shares_keys else ()
-            shared += (f"{self.cluster} blocks a cluster",) if self.cluster > 1 else ()
-            return (*_of_warpgroups(self.warps, self.producers, tensor_copies=self.tensor_copies), *shared)
-        split = ("split head dimension",) if self.split > 1 else ()
-        return ("warps", f"{self.stages} stage{'s' * (self.stages > 1)}", *split)
-
-    @property
-    def kind_of_one_pass(self) -> tuple[str, ...]:
-        return ("dQ added up", *(("persistent",) if self.persistent else ()))
-
 
 @dataclass(frozen=True)
 class QueryTiles(QueryChoice, Tiles):
     """The same for dQ."""
-
-    @property
-    def kind(self) -> tuple[str, ...]:
-        split = ("split head dimension",) if self.split > 1 else ()
-        return ("warpgroups" if self.warpgroups else "warps", *split)
 
 
 AnyTiles: TypeAlias = ForwardTiles | BackwardTiles | QueryTiles

@@ -18,7 +18,7 @@ from flashgen.targets.gpu.layouts import forward_layout
 from flashgen.targets.gpu.lengths import has_long_rows, has_whole_rows, keeps_as_far_as
 from flashgen.targets.gpu.model import MOST_COLUMNS, carries_marks, padded, takes_turns
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.recipes import WARPS, Candidate, Considered, Recipes, rows_for
+from flashgen.targets.gpu.recipes import WARPS, Candidate, Considered, Recipes, divided, rows_for
 from flashgen.targets.gpu.rules import LONG_TILES, SUMS_TELL
 from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.wgmma import rules, tables
@@ -53,7 +53,7 @@ def forward(recipe: Recipe, element: ElementType, on: Architecture) -> Considere
     elif has_small_blocks(variant):
         table, why = tables.HOPPER_BLOCK_FORWARD, rules.SMALL_BLOCKS
     whys: tuple[Rule, ...] = (why,)
-    rows = [row for row in rows_for(variant, table) if row.split == 1 or _divides_values(variant, row.split)]
+    rows = divided(rows_for(variant, table), variant.head_dim.v)
     if has_long_rows(variant) and (variant.uses_sqdist or _starts_in_turn(variant)):
         rows.sort(key=lambda row: not row.producers)
         whys += (rules.NORMS_OF_KEYS if variant.uses_sqdist else rules.PRODUCTS_IN_TURN,)
@@ -149,7 +149,9 @@ def complete(recipe: Recipe, element: ElementType, row: AnyChoice, on: Architect
     heads = _heads(recipe) if has_producers else ()
     if isinstance(row, ForwardChoice):
         if variant.kind.f8:
-            return Candidate(replace(row, tensor_copies=True), (*common, *_order_of_8_bits(), *heads))
+            turned = Decision.by("V", "turned by a kernel of its own", rules.TURNED_AHEAD)
+            by_position = _order_of_queries(copies=True, early=None)
+            return Candidate(replace(row, tensor_copies=True), (*common, *by_position, turned, *heads))
         if variant.tangent is not None:
             return Candidate(replace(row, tensor_copies=True), (*common, *_order_with_tangents(recipe)))
         row, early = _early(recipe, element, replace(row, tensor_copies=copies), on)
@@ -289,11 +291,6 @@ def _weighs_in_turns(recipe: Recipe) -> bool:
     return plain and padded(variant.head_dim.v) % 128 == 0 and padded(variant.head_dim.qk) > 64
 
 
-def _divides_values(variant: Variant, split: int) -> bool:
-    """Whether V has parts of one length."""
-    return padded(variant.head_dim.v) % (16 * split) == 0
-
-
 def _early(
     recipe: Recipe, element: ElementType, row: ForwardChoice, on: Architecture
 ) -> tuple[ForwardChoice, Rule | None]:
@@ -338,11 +335,6 @@ def _order_of_queries(*, copies: bool, early: Rule | None) -> tuple[Decision, ..
     if early is None:
         return order, overlap
     return order, overlap, Decision.by("prologue", "beside the tile before", early)
-
-
-def _order_of_8_bits() -> tuple[Decision, ...]:
-    turned = Decision.by("V", "turned by a kernel of its own", rules.TURNED_AHEAD)
-    return (*_order_of_queries(copies=True, early=None), turned)
 
 
 def _order_with_tangents(recipe: Recipe) -> tuple[Decision, ...]:
