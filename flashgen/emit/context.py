@@ -17,7 +17,7 @@ from flashgen.emit.layout import laid_out
 from flashgen.emit.placement import Placement
 from flashgen.emit.spelling import c_literal, c_operator, user_name
 from flashgen.ir.build import apply
-from flashgen.ir.expr import Apply, Expr, Literal, Load, index_set, literal
+from flashgen.ir.expr import Apply, Expr, Literal, Load, literal
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
 from flashgen.ir.weights import (
@@ -130,11 +130,6 @@ class Masks:
     number: str  # of batch entry b and head h
     b: str  # of one that has number `mask`
     h: str
-
-
-def masks_of(keep: Expr) -> Masks:
-    """How the masks of a call are numbered, by the indices that the mask uses."""
-    return masks_apart(index_set(keep))
 
 
 def masks_apart(indices: frozenset[str]) -> Masks:

@@ -175,11 +175,13 @@ def _tile(name: str, variant: Variant, element: ElementType, tiles: AnyTiles, gp
     D, Dv = (padded(each) // columns * element.bytes for each in (variant.head_dim.qk, variant.head_dim.v))
     moved = tiles.Br if isinstance(tiles, BackwardTiles) else tiles.Bc
     loaded = float(moved * (D + Dv))
+    # In which schedulers are busy with what no pair asks for.
+    instructions = INSTRUCTIONS * tiles.warps / 4 if tiles.warpgroups and not isinstance(tiles, QueryTiles) else 0.0
     return _Tile(
         units={
             "tensor": 2.0 * pairs * sum(products) / columns / rate / ISSUE,
             "special": pairs * work.specials / unit.specials / ISSUE,
-            "other": pairs * work.others / unit.float_lanes / ISSUE + _instructions(tiles),
+            "other": pairs * work.others / unit.float_lanes / ISSUE + instructions,
             "shared": (_shared_bytes(name, tiles, element, D, Dv) + loaded) / unit.shared_bytes_per_clock / ISSUE,
         },
         mask=pairs * work.mask / unit.float_lanes / ISSUE,
@@ -260,13 +262,6 @@ def _clocks(tile: _Tile, tiles: AnyTiles, resident: int, partial: float, gpu: Gp
 def _prologue(tiles: AnyTiles) -> int:
     is_next = isinstance(tiles, ForwardTiles) and tiles.warpgroups and tiles.tensor_copies
     return NEXT_PROLOGUE if is_next else PROLOGUE
-
-
-def _instructions(tiles: AnyTiles) -> float:
-    """Clocks of a tile in which a multiprocessor's schedulers are busy with what no pair asks for."""
-    if isinstance(tiles, QueryTiles) or not tiles.warpgroups:
-        return 0.0
-    return INSTRUCTIONS * tiles.warps / 4
 
 
 def _barriers(tiles: AnyTiles) -> int:
