@@ -98,18 +98,14 @@ def kind_of(name: PassName, values: Mapping[str, float]) -> CallKind:
 def with_jvp(
     told: Explanation, spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget, asked: AskedCall
 ) -> Explanation:
-    """What is told of a call, with the kernel of its tangents, if there is one."""
-    if not has_jvp(kernel_variant(spec, head_dim)):
-        return told
-    if asked.element not in compiled(kernel_variant(spec, head_dim, FORWARD_MODE), target).plan.by_element:
-        return told
-    part = Part(asked.element)
-    moving = compiled(kernel_variant(spec, head_dim, FORWARD_MODE), target, part=part).plan
-    told = replace(told, jvp=explain_jvp(moving, asked))
-    if not has_jvp_backward(kernel_variant(spec, head_dim)):
-        return told
-    back = compiled(kernel_variant(spec, head_dim, FORWARD_MODE_BACKWARD), target, part=part).plan
-    return replace(told, jvp_backward=explain_jvp(back, asked))
+    """What is told of a call, with the kernels of its tangents, if there are some."""
+    found = {}
+    for kind in (FORWARD_MODE, FORWARD_MODE_BACKWARD):
+        if has_kernels(kind, spec, head_dim, target):
+            variant = kernel_variant(spec, head_dim, kind)
+            if asked.element in compiled(variant, target).plan.by_element:
+                found[kind] = explain_jvp(compiled(variant, target, part=Part(asked.element)).plan, asked)
+    return replace(told, jvp=found.get(FORWARD_MODE), jvp_backward=found.get(FORWARD_MODE_BACKWARD))
 
 
 def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementType, values: Mapping[str, float]) -> Pins:

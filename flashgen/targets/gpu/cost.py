@@ -120,7 +120,8 @@ def _main_kernel(
     clocks = _clocks(tile, tiles, resident, partial, gpu)
     clocks += resident * max(0, wanted - _most_registers(tiles, gpu)) * SPILL_CLOCKS * tiles.warps / 4
     # The longest blocks of a causal mask come first, whichever way the tiles are numbered.
-    lengths = np.sort(per_head)[::-1] * clocks + _prologue(tiles)
+    is_next = isinstance(tiles, ForwardTiles) and tiles.warpgroups and tiles.tensor_copies
+    lengths = np.sort(per_head)[::-1] * clocks + (NEXT_PROLOGUE if is_next else PROLOGUE)
     makespan, busy = _dealt(lengths, heads, gpu.sms * resident)
     slots = gpu.sms * resident
     alone = {
@@ -257,11 +258,6 @@ def _clocks(tile: _Tile, tiles: AnyTiles, resident: int, partial: float, gpu: Gp
     ahead = tiles.stages > 1 or (isinstance(tiles, ForwardTiles) and tiles.takes_turns)
     hidden = compute if ahead else compute * (resident - 1) / resident
     return compute + max(0.0, resident * tile.loaded / link - hidden) + BARRIER * _barriers(tiles)
-
-
-def _prologue(tiles: AnyTiles) -> int:
-    is_next = isinstance(tiles, ForwardTiles) and tiles.warpgroups and tiles.tensor_copies
-    return NEXT_PROLOGUE if is_next else PROLOGUE
 
 
 def _barriers(tiles: AnyTiles) -> int:
