@@ -23,11 +23,6 @@ class RunnerUp:
     why: str
 
 
-def in_order(found: list[RunnerUp]) -> tuple[RunnerUp, ...]:
-    """The fastest first."""
-    return tuple(sorted(found, key=lambda each: each.seconds))
-
-
 def runner_up(tile: Tiles, what: str, predicted: PassTime, chosen: PassTime) -> RunnerUp:
     """A tile beside the chosen one, with the reason that the model has for it."""
     slower = predicted.seconds / chosen.seconds - 1 if chosen.seconds else 0.0

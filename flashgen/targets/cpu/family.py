@@ -10,7 +10,7 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.expr import literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.plan.alternatives import MOST, RunnerUp, in_order, runner_up
+from flashgen.plan.alternatives import MOST, RunnerUp, runner_up
 from flashgen.plan.measured import Tile
 from flashgen.plan.paper import BlockSizes
 from flashgen.plan.plan import Tiles
@@ -83,7 +83,7 @@ def _runners_up(
     for other in others[:MOST]:
         predicted = pass_time(variant, products, name, other, device, shape)
         found.append(runner_up(other, f"{other.sram_bytes / 1024:.0f} KiB", predicted, chosen))
-    return in_order(found)
+    return tuple(sorted(found, key=lambda each: each.seconds))
 
 
 def _fitting(variant: Variant, products: Products, name: str, device: Cpu) -> tuple[Tiles, ...]:

@@ -16,7 +16,7 @@ from flashgen.ir.expr import literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import Schedule
 from flashgen.ir.types import ElementType
-from flashgen.plan.alternatives import MOST, RunnerUp, in_order, runner_up
+from flashgen.plan.alternatives import MOST, RunnerUp, runner_up
 from flashgen.plan.measured import Pins, Tile
 from flashgen.targets.gpu.cost import pass_time
 from flashgen.targets.gpu.plan import plan_gpu
@@ -66,7 +66,7 @@ def gpu_runners_up(recipe: Recipe, tiles: ElementPlan, gpu: Gpu, shape: Shape, n
         tile = other.passes[name]
         what = f"{multiplying(tile)}, {staged(tile)}, {tile.sram_bytes / 1024:.0f} KiB"
         found.append(runner_up(tile, what, pass_time(recipe, other, gpu, shape, name), chosen))
-    return in_order(found)
+    return tuple(sorted(found, key=lambda each: each.seconds))
 
 
 def predicted(variant: Variant, gpu: Gpu, shape: Shape, element: ElementType, name: str) -> dict[Tile, float]:
