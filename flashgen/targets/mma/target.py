@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from flashgen.targets.gpu.recipes import WARPS
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.mma.limits import ARCHITECTURES
+from flashgen.targets.mma.recipes import RECIPES
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class MmaTarget(GpuTarget):
     """One architecture."""
 
     family = "mma"
-    recipes = WARPS
+    recipes = RECIPES
 
 
 def targets() -> Mapping[str, MmaTarget]:
