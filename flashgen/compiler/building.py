@@ -108,7 +108,11 @@ def build_files(
     if refusal is not None:
         raise FolderRefused(refusal)
     for package in packages:
-        yield _check(package, force=force) if check else _write(package, force=force)
+        if check:
+            found = package_folder.compare(package.folder, package.files)
+            yield _result(package, found, package.seconds, force=force)
+        else:
+            yield _write(package, force=force)
 
 
 @dataclass(frozen=True)
@@ -130,10 +134,6 @@ def _package(spec: AttentionSpec, folder: Path, wanted: Sequence[AnyTarget], cal
     kernels, left = _kernels(spec, wanted, calls)
     files = package_files(spec, [(kernel.source, packed) for kernel, packed in kernels])
     return _Package(spec.name, folder, files, kernels, left, time.perf_counter() - start)
-
-
-def _check(package: _Package, *, force: bool) -> BuildResult:
-    return _result(package, package_folder.compare(package.folder, package.files), package.seconds, force=force)
 
 
 def _write(package: _Package, *, force: bool) -> BuildResult:

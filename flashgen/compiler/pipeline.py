@@ -40,10 +40,10 @@ def compile_file(
 
     Raises ``SpecError``, ``CompilerMissing``, ``CompileFailed``.
     """
-    checked = read_file(path, constants)
-    variants = [analyse(spec, head_dim) for spec in checked.specs for head_dim in spec.head_dims]
     return tuple(
-        assembled(each, target, part=part) for each in variants for part in target.parts(compiled(each, target).plan)
+        assembled(each, target, part=part)
+        for each in variants_of(read_file(path, constants))
+        for part in target.parts(compiled(each, target).plan)
     )
 
 
@@ -95,8 +95,7 @@ def plan_file(
 ) -> tuple[Plan, ...]:
     """The plans of every spec and head dimension of a file, for a device by name or the machine at hand."""
     on = device_named(device or "local", sram)
-    checked = read_file(path, constants)
-    return tuple(planned(analyse(spec, each), on) for spec in checked.specs for each in spec.head_dims)
+    return tuple(planned(each, on) for each in variants_of(read_file(path, constants)))
 
 
 def report_file(
@@ -112,8 +111,8 @@ def report_file(
     from flashgen.targets.report import report
 
     on, at = device_named(device or "local", sram), shape or DEFAULT_SHAPE
-    checked = read_file(path, constants)
-    return tuple(report(each, on, at, planned_at(each, on, at)) for each in variants_of(checked))
+    variants = variants_of(read_file(path, constants))
+    return tuple(report(each, on, at, planned_at(each, on, at)) for each in variants)
 
 
 def variants_of(checked: Checked) -> tuple[Variant, ...]:

@@ -14,10 +14,10 @@ from typing import Any, Protocol
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.variant import CapturedGradient, Variant
 from flashgen.emit.layout import laid_out
-from flashgen.emit.placement import Hooks, Placement
+from flashgen.emit.placement import Placement
 from flashgen.emit.spelling import c_literal, c_operator, user_name
 from flashgen.ir.build import apply
-from flashgen.ir.expr import Apply, Expr, Literal, Load, index_set, literal
+from flashgen.ir.expr import Apply, Expr, Literal, Load, literal
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
 from flashgen.ir.weights import (
@@ -33,9 +33,6 @@ from flashgen.ir.weights import (
     WEIGHT,
     Form,
 )
-from flashgen.kinds.field import Field
-
-_C_TYPES = {"i32": "int32_t", "i64": "int64_t", "u32": "uint32_t", "u64": "uint64_t", "f32": "float"}
 
 
 class AddHook(Protocol):
@@ -114,22 +111,6 @@ def pair_terms(
 
 
 @dataclass(frozen=True)
-class Declaration:
-    """One member of ``struct Arguments``."""
-
-    declaration: str
-    comment: str
-
-
-@dataclass(frozen=True)
-class TemplateHooks:
-    """``Hooks`` by the names of levels, which templates know."""
-
-    members: dict[str, object]
-    functions: dict[str, object]
-
-
-@dataclass(frozen=True)
 class Observed:
     """An element that the mask reads, whose range over a tile the kernel observes."""
 
@@ -151,11 +132,6 @@ class Masks:
     h: str
 
 
-def masks_of(keep: Expr) -> Masks:
-    """How the masks of a call are numbered, by the indices that the mask uses."""
-    return masks_apart(index_set(keep))
-
-
 def masks_apart(indices: frozenset[str]) -> Masks:
     """How heads are numbered that ``b``, and ``h`` or ``hkv``, as far as they are among the indices, tell apart."""
     if "hkv" in indices:
@@ -172,22 +148,6 @@ def masks_apart(indices: frozenset[str]) -> Masks:
         case False, True:
             return Masks("a.heads", "h", "0", "mask")
     return Masks("1", "0", "0", "0")
-
-
-def declaration(field: Field) -> Declaration:
-    """The C++ declaration of a field."""
-    match field.kind:
-        case "const pointer":
-            return Declaration(f"const {field.element}* {field.name}", field.comment)
-        case "pointer":
-            return Declaration(f"{field.element}* {field.name}", field.comment)
-        case kind:
-            return Declaration(f"{_C_TYPES[kind]} {field.name}", field.comment)
-
-
-def template_hooks(hooks: Hooks) -> TemplateHooks:
-    """Members by level, functions by name."""
-    return TemplateHooks({level.value: members for level, members in hooks.members.items()}, dict(hooks.functions))
 
 
 def template_values(context: Any) -> dict[str, object]:
@@ -223,34 +183,9 @@ def formula(variant: Variant) -> str:
 
 @dataclass(frozen=True)
 class WeightCode:
-    """A form of weights as templates ask for it: its properties, and its formulas over code of theirs."""
+    """A form of weights, and its formulas over code of templates."""
 
     form: Form
-
-    @property
-    def exponential(self) -> bool:
-        """Whether weights are exponentials, which are counted from a running maximum."""
-        return self.form.exponential
-
-    @property
-    def normalised(self) -> bool:
-        """Whether rows have a denominator."""
-        return self.form.normalised
-
-    @property
-    def divided(self) -> bool:
-        """Whether weights are of any size, and rows carry 1 / Z."""
-        return self.form.divided
-
-    @property
-    def gradient(self) -> str:
-        """What the backward pass computes, for comments."""
-        return self.form.gradient
-
-    @property
-    def tangent(self) -> str:
-        """What forward mode computes, for comments."""
-        return self.form.tangent
 
     def share(self, weight: str, tangent: str) -> str:
         """What the tangent of a weight adds to t(lse), but for 1 / Z to the form's degree."""

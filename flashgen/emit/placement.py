@@ -68,14 +68,10 @@ class Function:
 
 @dataclass(frozen=True)
 class Hooks:
-    """Everything that the spec contributes to one template."""
+    """Everything that the spec contributes to one template: members by level, functions by name."""
 
-    members: Mapping[Level, tuple[Member, ...]]
+    members: Mapping[str, tuple[Member, ...]]
     functions: Mapping[str, Function]
-
-    def has(self, name: str) -> bool:
-        """Whether the template was given this hook."""
-        return name in self.functions
 
 
 class Placement:
@@ -83,7 +79,9 @@ class Placement:
 
     ``lanes`` is the level whose neighbours share a vector. None, for GPUs: rows are computed one by one, and every
     value is a scalar; params are members of the launch, which may have to fetch them. ``ahead``: loads of pairs that
-    templates may have at hand, by the names of functions of the pair that read them.
+    templates may have at hand, by the names of functions of the pair that read them. ``measures_distance``: code uses
+    ``ahead``, a member of rows and columns: floats, counted from the block's first position, whose difference is that
+    of the positions; to convert each pair's difference would cost a GPU as much as an exponential each.
     """
 
     def __init__(
@@ -98,16 +96,7 @@ class Placement:
         self._lanes = lanes
         self._members: dict[Level, dict[Expr, Member]] = {level: {} for level in _STRUCTS}
         self._functions: dict[str, Function] = {}
-        self._measures_distance = False
-
-    @property
-    def measures_distance(self) -> bool:
-        """Whether code uses ``ahead``, a member of rows and columns: floats, counted from the block's first position.
-
-        Their difference is that of the positions; to convert each pair's difference would cost a GPU as much as an
-        exponential each.
-        """
-        return self._measures_distance
+        self.measures_distance = False
 
     def with_lanes(self, lanes: Level) -> Placement:
         """One for the same kernel, of other lanes: both have the members of launches and heads together."""
@@ -118,7 +107,7 @@ class Placement:
 
     def hooks(self) -> Hooks:
         """What has been placed so far."""
-        members = {level: tuple(found.values()) for level, found in self._members.items()}
+        members = {level.value: tuple(found.values()) for level, found in self._members.items()}
         return Hooks(members, dict(self._functions))
 
     def function(self, name: str, expr: Expr, comment: str = "") -> None:
@@ -223,12 +212,12 @@ class Placement:
             case Apply(op="to_float", args=(Apply(op="sub", args=(first, second)),)) if not self._lanes and (
                 {first, second} == {_I, _J}
             ):
-                self._measures_distance = True
+                self.measures_distance = True
                 return "(r.ahead() - c.ahead())" if first == _I else "(c.ahead() - r.ahead())"
             case Apply() if node in _NORMS:
                 return _NORMS[node]
             case Apply(op=op) if op in AHEAD:
-                self._measures_distance = True
+                self.measures_distance = True
                 return AHEAD[op]
             case Apply(op=op, args=args):
                 return c_operator(op, tuple(self._operand(argument, at, named) for argument in args))

@@ -68,15 +68,6 @@ def deferred(spec: AttentionSpec, backend: str | None, target: str = EMULATED) -
     return {each: Deferred(made, each, backend) for each in devices}
 
 
-def _tangents(device: str, backend: str | None) -> tuple[str, str]:
-    """What kernels of forward mode take, and those of its backward pass."""
-    if device == "cpu" and backend != "emulator":
-        return CPU_TANGENTS, CPU_TANGENTS
-    from flashgen.hosts.gpu_calls import GPU_TANGENTS, GPU_TANGENTS_BACKWARD
-
-    return GPU_TANGENTS, GPU_TANGENTS_BACKWARD
-
-
 @dataclass(frozen=True, eq=False)
 class Deferred:
     """One that is made when a kernel is first needed."""
@@ -86,14 +77,13 @@ class Deferred:
     backend: str | None
 
     @property
-    def takes_tangents(self) -> str:
-        """What kernels of forward mode take."""
-        return _tangents(self.device, self.backend)[0]
+    def takes_tangents(self) -> tuple[str, str]:
+        """What kernels of forward mode take, and those of its backward pass."""
+        if self.device == "cpu" and self.backend != "emulator":
+            return CPU_TANGENTS
+        from flashgen.hosts.gpu_calls import GPU_TANGENTS
 
-    @property
-    def takes_tangents_backward(self) -> str:
-        """What those of its backward pass take."""
-        return _tangents(self.device, self.backend)[1]
+        return GPU_TANGENTS
 
     def __call__(self, head_dim: HeadDim, index: int) -> Kernel | None:
         provider = self.made()[self.device]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from flashgen.compiler.package.cpu import Library
     from flashgen.compiler.package.manifest import Manifest
 
-CPU_TANGENTS = "all that the others take"
+CPU_TANGENTS = ("all that the others take",) * 2
 
 # The sources of a package for CPUs, by head dimension, without macros.
 Texts = Mapping[HeadDim, KernelSource]
@@ -95,8 +95,7 @@ class CpuProvider:
         self._kernel_of = functools.cache(self._kernel_of_kind)
         self._other = functools.cache(self._load)
 
-    takes_tangents: ClassVar[str] = CPU_TANGENTS
-    takes_tangents_backward: ClassVar[str] = CPU_TANGENTS
+    takes_tangents: ClassVar[tuple[str, ...]] = CPU_TANGENTS
 
     def __call__(self, head_dim: HeadDim, index: int) -> LibraryKernel:  # noqa: ARG002 - there is one CPU
         return self.libraries()[head_dim]
@@ -130,7 +129,7 @@ class CpuProvider:
         pins = choices.of_call(asked.element, asked.shape)
         plan, symbol = self.plan(head_dim, pins), self.source(head_dim, pins).symbol
         found = explain_cpu(name, choices.variant, self.device, asked, plan, symbol, pins.reasons)
-        if not self.takes_tangents:
+        if not any(self.takes_tangents):
             return found
         of_tangents = (plan_cpu(each(choices.variant), self.device) for each in (with_tangent, with_slopes))
         forward, backward = (explain_jvp(self.device, asked, plan, symbol) for plan in of_tangents)
@@ -214,7 +213,7 @@ class PackagedProvider(CpuProvider):
     It has none of forward mode.
     """
 
-    takes_tangents = takes_tangents_backward = ""
+    takes_tangents = ("", "")
 
     def __init__(self, spec: AttentionSpec, texts: Texts, brought: Mapping[HeadDim, Library]) -> None:
         super().__init__(spec, texts)

@@ -13,16 +13,14 @@ from flashgen.hosts.asked import AskedCall
 from flashgen.hosts.explained import placed, with_prediction
 from flashgen.hosts.kernel import Step
 from flashgen.hosts.machine import Machine
-from flashgen.ir.types import ElementType
 from flashgen.kinds.kind import PassName
 from flashgen.plan.explanation import ExplainedKernel, ExplainedPass, Explanation
-from flashgen.plan.launches import PassLaunches, Splits
-from flashgen.plan.measured import PASSES
+from flashgen.plan.launches import Splits
 from flashgen.plan.plan import Rejection
 from flashgen.targets.gpu.cache_bytes import bytes_of_caches
 from flashgen.targets.gpu.cost import pass_time
-from flashgen.targets.gpu.launches import backward_launches, forward_launches
-from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan, multiplying
+from flashgen.targets.gpu.started import pass_launches
+from flashgen.targets.gpu.tiles import TILES_OF, BackwardTiles, ForwardTiles, GpuPlan, multiplying
 from flashgen.toolchains.nvrtc import Resources
 
 _UNPREDICTED = "of a deterministic backward pass bytes and time are not predicted: the model knows that of atomic sums"
@@ -45,60 +43,54 @@ class GpuPass:
 def explain_gpu(name: str, machine: Machine, asked: AskedCall, passes: Mapping[PassName, GpuPass]) -> Explanation:
     """The call on a GPU, or on one that is emulated."""
     plan = next(iter(passes.values())).plan
-    variant = plan.recipe.variant
-    own, found = placed(variant, asked), []
+    own, found = placed(plan.recipe.variant, asked), []
     reasons: dict[str, None] = {}
     rejected: dict[Rejection, None] = {}
     for each_name, each in passes.items():
         tiles = each.plan.own
-        tile = tiles.forward if each_name == "forward" else tiles.backward
-        predicted = None
+        made = _gpu_pass(each_name, tiles.forward if each_name == "forward" else tiles.backward, each)
         if each_name == "forward" or not asked.values["deterministic"]:
             predicted = pass_time(each.plan.recipe.with_keep(own.keep), tiles, machine.gpu, asked.shape, each_name)
-        made = _gpu_pass(each_name, tile, each)
-        found.append(made if predicted is None else with_prediction(made, own, asked, predicted))
-        reasons |= dict.fromkeys(_of_element(each.plan, asked.element, each_name))
-        reasons |= dict.fromkeys(each.reasons)
-        rejected |= dict.fromkeys(_rejected(each.plan, asked.element, each_name))
+            made = with_prediction(made, own, asked, predicted)
+        found.append(made)
+        reasons |= dict.fromkeys((*each.plan.reasons_of((each_name,)), *each.reasons))
+        rejected |= dict.fromkeys(lost for lost in each.plan.rejected if lost.pass_name in TILES_OF[each_name])
     if asked.values["deterministic"]:
         reasons[_UNPREDICTED] = None
+    told = _told(name, machine, asked, plan)
+    return replace(told, passes=tuple(found), reasons=tuple(reasons), rejected=tuple(rejected))
+
+
+def _told(name: str, machine: Machine, asked: AskedCall, plan: GpuPlan) -> Explanation:
+    """All but the passes, and why."""
     return Explanation(
         name=name,
         backend=machine.backend,
         device=machine.name,
         target=plan.target,
-        head_dim=str(variant.head_dim),
+        head_dim=str(plan.recipe.variant.head_dim),
         element=str(asked.element),
         shape=asked.shape,
-        passes=tuple(found),
-        reasons=tuple(reasons),
-        rejected=tuple(rejected),
+        passes=(),
+        reasons=(),
     )
 
 
 def explain_jvp(plan: GpuPlan, asked: AskedCall) -> ExplainedPass:
-    """The kernel of forward mode, were its tangents asked for, by the planner's tiles for the type of the call."""
-    dropped = bool(asked.values["dropout_threshold"])
-    return _of_tangents("jvp", plan.own.forward, plan, forward_launches(plan, dropped=dropped), asked)
+    """The kernels of forward mode, were its tangents asked for, or those of its backward pass, which need not repeat.
 
-
-def explain_jvp_backward(plan: GpuPlan, asked: AskedCall) -> ExplainedPass:
-    """The same of its backward pass, of one that need not repeat."""
-    dropped = bool(asked.values["dropout_threshold"])
-    launches = backward_launches(plan, dropped=dropped, deterministic=False)
-    return _of_tangents("jvp_backward", plan.own.backward, plan, launches, asked)
-
-
-def _of_tangents(
-    name: str, tile: ForwardTiles | BackwardTiles, plan: GpuPlan, launches: PassLaunches, asked: AskedCall
-) -> ExplainedPass:
-    """Kernels by their tiles: of persistent blocks no more run than there is room for."""
-    known = {name: int(value) for name, value in asked.values.items()}
+    They are told by the planner's tiles for the type of the call: of persistent blocks no more run than there is room
+    for.
+    """
+    (name,) = plan.recipe.variant.kind.passes
+    known = {field: int(value) for field, value in asked.values.items()}
+    launches = pass_launches(plan, name, dropped=bool(asked.values["dropout_threshold"]), deterministic=False)
     kernels = tuple(
         ExplainedKernel(each.kernel, each.threads, each.grid.value(known), each.shared_bytes)
         for each in launches.launches
     )
-    return replace(_gpu_pass(name, tile, GpuPass(plan, (), {})), kernels=kernels)
+    title, tile = ("jvp", plan.own.forward) if name == "forward" else ("jvp_backward", plan.own.backward)
+    return replace(_gpu_pass(title, tile, GpuPass(plan, (), {})), kernels=kernels)
 
 
 def explain_cache(name: str, machine: Machine, asked: AskedCall, forward: GpuPass) -> Explanation:
@@ -122,27 +114,18 @@ def explain_cache(name: str, machine: Machine, asked: AskedCall, forward: GpuPas
     who = "a second kernel" if found["merges_apart"] else "the last block of a tile to come to its end"
     several = f"the keys of a sequence in {found['splits']} parts, merged by {who}"
     parts = several if found["merges"] else "keys in one part"
-    return Explanation(
-        name=name,
-        backend=machine.backend,
-        device=machine.name,
-        target=forward.plan.target,
-        head_dim=str(variant.head_dim),
-        element=str(asked.element),
-        shape=asked.shape,
-        passes=(made,),
-        reasons=(
-            *_of_element(forward.plan, asked.element, "forward"),
-            f"{int(values['group_rows'])} rows of queries for a key/value head",
-            parts,
-            *(
-                f"{each.question}: {each.choice}: {each.reason}"
-                for each in dict.fromkeys(forward.plan.decisions)
-                if each.about in ("", f"forward, {asked.element}") and each.question != "tiles"
-            ),
+    reasons = (
+        *forward.plan.reasons,
+        f"{int(values['group_rows'])} rows of queries for a key/value head",
+        parts,
+        *(
+            f"{each.question}: {each.choice}: {each.reason}"
+            for each in dict.fromkeys(forward.plan.decisions)
+            if each.question != "tiles"
         ),
-        rejected=tuple(_rejected(forward.plan, asked.element, "forward")),
     )
+    told = _told(name, machine, asked, forward.plan)
+    return replace(told, passes=(made,), reasons=reasons, rejected=forward.plan.rejected)
 
 
 def _gpu_pass(name: str, tile: ForwardTiles | BackwardTiles, each: GpuPass) -> ExplainedPass:
@@ -161,15 +144,3 @@ def _gpu_pass(name: str, tile: ForwardTiles | BackwardTiles, each: GpuPass) -> E
         stages=tile.stages,
         kernels=tuple(kernels),
     )
-
-
-def _of_element(plan: GpuPlan, element: ElementType, name: str) -> list[str]:
-    """The reasons of a pass in one type, and those that speak of no pass."""
-    own = (f"{name}, {element}", *((f"queries, {element}",) if name == "backward" else ()))
-    others = [f"{each}, {other}:" for each in (*PASSES, "queries") for other in ElementType]
-    return [reason for reason in plan.reasons if reason.startswith(own) or not reason.startswith(tuple(others))]
-
-
-def _rejected(plan: GpuPlan, element: ElementType, name: str) -> list[Rejection]:
-    names = (name, "queries") if name == "backward" else (name,)
-    return [each for each in plan.rejected if each.pass_name in names and each.reason.startswith(f"{element}:")]

@@ -16,7 +16,7 @@ from flashgen.analysis.tangent import with_slopes, with_tangent
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.compiler.compiled import CompiledKernel, compiled
 from flashgen.hosts.asked import AskedCall
-from flashgen.hosts.explain_gpu import explain_jvp, explain_jvp_backward
+from flashgen.hosts.explain_gpu import explain_jvp
 from flashgen.hosts.kernel import ELEMENTS
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
@@ -35,16 +35,16 @@ from flashgen.plan.plan import CallKind, Part
 from flashgen.targets.gpu.architecture import UnsupportedGpu
 from flashgen.targets.gpu.by_rows import pins_of_rows
 from flashgen.targets.gpu.compile import GpuBinary
-from flashgen.targets.gpu.launches import backward_launches, block_launches, cached_launches, forward_launches
 from flashgen.targets.gpu.layouts import fits_blocks
 from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, has_jvp, has_jvp_backward
+from flashgen.targets.gpu.started import pass_launches
 from flashgen.targets.gpu.tables import WIDEST_JVP
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan
 
-# What kernels of forward mode take.
-GPU_TANGENTS = f"{' and '.join(map(str, ELEMENTS_OF_JVP))}, head dimensions up to {WIDEST_JVP}"
-GPU_TANGENTS_BACKWARD = f"{GPU_TANGENTS}, scores without sqdist"
+# What kernels of forward mode take, and those of its backward pass.
+_NARROW = f"{' and '.join(map(str, ELEMENTS_OF_JVP))}, head dimensions up to {WIDEST_JVP}"
+GPU_TANGENTS = (_NARROW, f"{_NARROW}, scores without sqdist")
 
 
 @functools.lru_cache(maxsize=64)
@@ -62,8 +62,10 @@ def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, kind: Kind = DENSE) -
 
 def has_kernels(kind: Kind, spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget) -> bool:
     """Whether a target has kernels of a kind of call of a spec."""
-    if kind is BY_BLOCKS:
-        return _has_blocks(spec, head_dim, target)
+    if kind is BY_BLOCKS:  # of all element types
+        elements = (spec.dtypes or ELEMENTS[:3]) if takes_blocks(spec, head_dim) else ()
+        fits = [fits_blocks(kernel_variant(spec, head_dim, kind), each, target.block_bytes) for each in elements]
+        return bool(fits) and all(fits)
     dense = kernel_variant(spec, head_dim)
     if kind is FORWARD_MODE:
         return has_jvp(dense)
@@ -72,25 +74,12 @@ def has_kernels(kind: Kind, spec: AttentionSpec, head_dim: HeadDim, target: GpuT
     return kind is not EIGHT_BITS or (spec.takes_f8 and target.takes_f8(dense))
 
 
-def _has_blocks(spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget) -> bool:
-    """Whether there are kernels by blocks of keys, of all element types."""
-    if not takes_blocks(spec, head_dim):
-        return False
-    variant = with_listed_blocks(spec, head_dim)
-    return all(fits_blocks(variant, each, target.block_bytes) for each in spec.dtypes or ELEMENTS[:3])
-
-
 def launches_of(plan: GpuPlan, name: PassName, values: Mapping[str, float]) -> PassLaunches:
     """The launches of a pass for values of ``struct Arguments`` by name."""
     variant, calls = plan.recipe.variant, kind_of(name, values)
-    if variant.listed is not None:
-        return block_launches(plan)
-    if variant.kind.cached:
-        return cached_launches(plan)
-    if name == "forward" or (variant.tangent is not None and not variant.kind.backward_only):
-        return forward_launches(plan, dropped=bool(calls.dropped))
-    return backward_launches(
+    return pass_launches(
         plan,
+        name,
         dropped=bool(calls.dropped),
         deterministic=bool(calls.repeatable),
         captured=any(values[gradient_field(each.name)] for each in variant.gradients),
@@ -109,18 +98,14 @@ def kind_of(name: PassName, values: Mapping[str, float]) -> CallKind:
 def with_jvp(
     told: Explanation, spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget, asked: AskedCall
 ) -> Explanation:
-    """What is told of a call, with the kernel of its tangents, if there is one."""
-    if not has_jvp(kernel_variant(spec, head_dim)):
-        return told
-    if asked.element not in compiled(kernel_variant(spec, head_dim, FORWARD_MODE), target).plan.by_element:
-        return told
-    part = Part(asked.element)
-    moving = compiled(kernel_variant(spec, head_dim, FORWARD_MODE), target, part=part).plan
-    told = replace(told, jvp=explain_jvp(moving, asked))
-    if not has_jvp_backward(kernel_variant(spec, head_dim)):
-        return told
-    back = compiled(kernel_variant(spec, head_dim, FORWARD_MODE_BACKWARD), target, part=part).plan
-    return replace(told, jvp_backward=explain_jvp_backward(back, asked))
+    """What is told of a call, with the kernels of its tangents, if there are some."""
+    found = {}
+    for kind in (FORWARD_MODE, FORWARD_MODE_BACKWARD):
+        if has_kernels(kind, spec, head_dim, target):
+            variant = kernel_variant(spec, head_dim, kind)
+            if asked.element in compiled(variant, target).plan.by_element:
+                found[kind] = explain_jvp(compiled(variant, target, part=Part(asked.element)).plan, asked)
+    return replace(told, jvp=found.get(FORWARD_MODE), jvp_backward=found.get(FORWARD_MODE_BACKWARD))
 
 
 def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementType, values: Mapping[str, float]) -> Pins:
@@ -129,11 +114,6 @@ def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementTyp
     if has_list_for_each_query(kernel.variant.spec.tensors):  # no two queries read the same keys
         rows = int(values["heads"]) // max(int(values["kv_heads"]), 1)
     return pins_of_rows(kernel.plan, element, rows)
-
-
-def codes_of(plan: GpuPlan) -> tuple[int, ...]:
-    """The codes of the element types that a plan has kernels for."""
-    return tuple(ELEMENTS.index(each) for each in plan.by_element)
 
 
 def check_element(plan: GpuPlan, element: ElementType) -> None:
@@ -149,8 +129,3 @@ def check_element(plan: GpuPlan, element: ElementType) -> None:
 def kind_of_call(kind: Kind, values: Mapping[str, float]) -> Kind:
     """The kind of a call whose kernels are of a ``kind``: a call over a cache says if the cache is of 8 bits."""
     return F8_CACHED if kind is CACHED and values["key_element"] == F8_CODE else kind
-
-
-def is_f8(values: Mapping[str, float]) -> bool:
-    """Whether a call is one whose q, k and v are of 8 bits, by the values of its arguments."""
-    return values["element"] == F8_CODE

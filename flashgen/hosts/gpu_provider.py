@@ -22,11 +22,8 @@ from flashgen.hosts.cpu_backend import Package
 from flashgen.hosts.explain_gpu import GpuPass, explain_cache, explain_gpu
 from flashgen.hosts.gpu_calls import (
     GPU_TANGENTS,
-    GPU_TANGENTS_BACKWARD,
     check_element,
-    codes_of,
     has_kernels,
-    is_f8,
     kernel_variant,
     kind_of,
     kind_of_call,
@@ -34,8 +31,8 @@ from flashgen.hosts.gpu_calls import (
     pins_of_call,
     with_jvp,
 )
-from flashgen.hosts.kernel import ArgumentLayout, Kernel, call_of
-from flashgen.hosts.machine import KernelKey, Machine, Made
+from flashgen.hosts.kernel import ELEMENTS, ArgumentLayout, Kernel, call_of
+from flashgen.hosts.machine import Machine, Made
 from flashgen.hosts.schedule import Compiled, schedule
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
@@ -44,9 +41,10 @@ from flashgen.kinds.cached import CACHED, F8_CACHED
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.kinds.kind import BOTH, Kind, PassName
+from flashgen.kinds.operand import F8_CODE
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import Pins
-from flashgen.plan.plan import CallKind
+from flashgen.plan.plan import CallKind, Part
 from flashgen.targets.gpu.alternatives import tile_of
 from flashgen.targets.gpu.compile import compile_calls
 from flashgen.targets.gpu.lists import cuda_fields
@@ -63,8 +61,7 @@ class GpuProvider:
     ``CudaMissing``, ``NvrtcMissing``, ``UnsupportedGpu``, ``CompileFailed``.
     """
 
-    takes_tangents: ClassVar[str] = GPU_TANGENTS
-    takes_tangents_backward: ClassVar[str] = GPU_TANGENTS_BACKWARD
+    takes_tangents: ClassVar[tuple[str, str]] = GPU_TANGENTS
 
     def __init__(
         self,
@@ -118,12 +115,12 @@ class GpuProvider:
 
     def sources(self) -> tuple[KernelSource, ...]:
         """Every text that the plans' kernels are compiled from."""
-        found = (made.source for each in self.spec.head_dims for _, _, made, _ in self._usual(each))
+        found = (made.source for each in self.spec.head_dims for made, _ in self._usual(each))
         return tuple({(source.name, source.text): replace(source, defines=()) for source in found}.values())
 
     def explain(self, name: str, asked: AskedCall) -> Explanation:
         """One call."""
-        if is_f8(asked.values) and self.kind is not EIGHT_BITS:
+        if asked.values["element"] == F8_CODE and self.kind is not EIGHT_BITS:
             return self.other(EIGHT_BITS).explain(name, asked)
         machine = self.machines(asked.index)
         passes = {each: self._explained(machine, each, asked) for each in self.kind.passes}
@@ -148,30 +145,26 @@ class GpuProvider:
         self, head_dim: HeadDim, machine: Machine, element: ElementType, name: PassName, calls: CallKind, pins: Pins
     ) -> tuple[Made[Any], tuple[str, ...]]:
         own = pins.of_pass(name)
-        made = self.made(KernelKey(self.variant(head_dim), element, name, calls, own), machine)
+        made = self.made(self.variant(head_dim), own, Part(element, name, calls), machine)
         return made, made.why or own.reasons
 
-    def _usual(self, head_dim: HeadDim) -> Iterator[tuple[ElementType, PassName, Made[Any], tuple[str, ...]]]:
+    def _usual(self, head_dim: HeadDim) -> Iterator[tuple[Made[Any], tuple[str, ...]]]:
+        """Forward and backward in each element type, and why."""
         machine = self.machines(None)
         for element in compiled(self.variant(head_dim), machine.target).plan.by_element:
             pins = self.pins(head_dim, machine, element)
-            for name in BOTH:
-                yield element, name, *self._of_pins(head_dim, machine, element, name, CallKind(), pins)
+            yield from (self._of_pins(head_dim, machine, element, name, CallKind(), pins) for name in BOTH)
 
     def _plan(self, head_dim: HeadDim) -> GpuPlan:
         """The tiles of each pass and element type, from the plans that they were compiled by."""
-        plans: dict[ElementType, dict[PassName, GpuPlan]] = {}
-        said: dict[str, None] = {}
-        for element, name, made, reasons in self._usual(head_dim):
-            plans.setdefault(element, {})[name] = made.plan
-            said |= dict.fromkeys((*made.plan.reasons, *reasons))
-        elements = []
-        for passes in plans.values():
-            forward, backward = (passes[name].own for name in BOTH)
-            elements.append(replace(backward, forward=forward.forward))
-        every = [plan for passes in plans.values() for plan in passes.values()]
-        rejected = dict.fromkeys(lost for plan in every for lost in plan.rejected)
-        return replace(every[0], elements=tuple(elements), reasons=tuple(said), rejected=tuple(rejected))
+        found = list(self._usual(head_dim))
+        plans = [made.plan for made, _ in found]
+        elements = (
+            replace(back.own, forward=plan.own.forward) for plan, back in zip(plans[::2], plans[1::2], strict=True)
+        )
+        said = dict.fromkeys(each for made, reasons in found for each in (*made.plan.reasons, *reasons))
+        rejected = dict.fromkeys(lost for plan in plans for lost in plan.rejected)
+        return replace(plans[0], elements=tuple(elements), reasons=tuple(said), rejected=tuple(rejected))
 
     def _kernel(self, head_dim: HeadDim, machine: Machine) -> Kernel:
         plan = compiled(self.variant(head_dim), machine.target).plan
@@ -191,7 +184,11 @@ class GpuProvider:
             )
 
         kernel = replace(machine.kernel(ArgumentLayout(cuda_fields(plan.recipe)), head_dim, find), other=other)
-        return kernel if plan.recipe.variant.tangent is None else replace(kernel, elements=codes_of(plan))
+        return (
+            kernel
+            if plan.recipe.variant.tangent is None
+            else replace(kernel, elements=tuple(map(ELEMENTS.index, plan.by_element)))
+        )
 
     def _choices(self, head_dim: HeadDim, machine: Machine) -> TileChoices[Any, Any]:
         """Parts and slices are dense calls but for what they write; what was measured of tiles is of these."""
@@ -204,22 +201,25 @@ class GpuProvider:
             return {}
         return packaged(*self.package, compiled(self.variant(head_dim), machine.target).plan, machine.target)
 
-    def _made(self, key: KernelKey, machine: Machine) -> Made[Any]:
-        brought = self.brought(key.variant.head_dim, machine).get((key.element, key.name))
+    def _made(self, variant: Variant, pins: Pins, part: Part, machine: Machine) -> Made[Any]:
+        element, name, calls = part.element, part.pass_name, part.calls
+        assert element is not None, "a source has one element type"
+        assert name is not None, "a source has one pass"
+        brought = self.brought(variant.head_dim, machine).get((element, name))
         if brought is not None:
             if brought.edited:
-                return _as_packaged(brought, key.calls, f"'{brought.edited}' was edited, and runs as it stands")
-            wanted = getattr(key.pins, key.name)
-            if wanted is None or wanted == tile_of(brought.plan.own, key.name):
-                return _as_packaged(brought, key.calls)
-        check_element(compiled(key.variant, machine.target).plan, key.element)
+                return _as_packaged(brought, calls, f"'{brought.edited}' was edited, and runs as it stands")
+            wanted = getattr(pins, name)
+            if wanted is None or wanted == tile_of(brought.plan.own, name):
+                return _as_packaged(brought, calls)
+        check_element(compiled(variant, machine.target).plan, element)
         try:
-            return machine.make(key)
+            return machine.make(variant, pins, part)
         except NvrtcMissing as error:
-            if brought is None or brought.image(key.calls) is None:
+            if brought is None or brought.image(calls) is None:
                 raise
-            why = f"{key.name}: the binary of the package, because other tiles cannot be compiled: {error}"
-            return _as_packaged(brought, key.calls, why)
+            why = f"{name}: the binary of the package, because other tiles cannot be compiled: {error}"
+            return _as_packaged(brought, calls, why)
 
 
 def _as_packaged(brought: Packaged, calls: CallKind, *why: str) -> Made[Any]:

@@ -209,14 +209,12 @@ def no_other(kind: Kind) -> Kernel | None:  # noqa: ARG001 - a Kernel's
 KernelProvider = Callable[[HeadDim, int], Kernel | None]
 
 
-def takes_tangents(provider: KernelProvider | None) -> str:
-    """What the kernels of forward mode take that those of a provider lead to, as it says itself; empty: none."""
-    return str(getattr(provider, "takes_tangents", ""))
-
-
-def takes_tangents_backward(provider: KernelProvider | None) -> str:
-    """The same of their backward pass."""
-    return str(getattr(provider, "takes_tangents_backward", ""))
+def takes_tangents(provider: KernelProvider | None) -> tuple[str, str]:
+    """What the kernels of forward mode take that those of a provider lead to, as it says itself, and those of its
+    backward pass; empty: none.
+    """
+    found: tuple[str, str] = getattr(provider, "takes_tangents", ("", ""))
+    return found
 
 
 def of_spec(provider: KernelProvider | None, spec: AttentionSpec) -> KernelProvider | None:

@@ -11,8 +11,8 @@ import numpy as np
 
 from flashgen.diagnostics.span import Span
 from flashgen.ir.expr import Apply, Expr, Literal, literal, walk
+from flashgen.ir.interval import INT_MAX, INT_MIN
 from flashgen.ir.operators import OPERATORS, TypingError
-from flashgen.ir.operators_base import INT_MAX, INT_MIN
 from flashgen.ir.operators_numpy import NUMPY
 from flashgen.ir.types import ScalarType
 

@@ -124,19 +124,12 @@ def pow_(x: FloatRange, y: FloatRange) -> FloatRange:
     """For x > 0 the extremes are at corners; a base that may be negative is unknown."""
     if x.lo <= 0:
         return FULL_FLOAT
-    corners = [_power(a, b) for a in (x.lo, x.hi) for b in (y.lo, y.hi)]
+    corners = [_safe(math.pow, a, b) for a in (x.lo, x.hi) for b in (y.lo, y.hi)]
     nan = x.may_be_nan or y.may_be_nan
     if nan or _has_inf(x) or _has_inf(y):  # NaN ** 0 and 1 ** NaN are 1; inf ** 0 is 1
         corners.append(1.0)
     lo, hi = min(corners), max(corners)
     return _approximate(lo, hi, nan, least=0.0, relative=_POW_RELATIVE)
-
-
-def _power(base: float, exponent: float) -> float:
-    try:
-        return math.pow(base, exponent)
-    except OverflowError:
-        return INF
 
 
 def abs_(x: FloatRange) -> FloatRange:
@@ -164,9 +157,9 @@ def max_(x: FloatRange, y: FloatRange) -> FloatRange:
 # Functions ------------------------------------------------------------------------------------------------------------
 
 
-def _safe(function: Callable[[float], float], x: float) -> float:
+def _safe(function: Callable[..., float], *args: float) -> float:
     try:
-        return function(x)
+        return function(*args)
     except OverflowError:
         return INF
 
@@ -180,28 +173,20 @@ def increasing(function: Callable[[float], float], least: float = -INF) -> Calla
     return rule
 
 
-def _logarithm(function: Callable[[float], float], x: FloatRange, pole: float) -> FloatRange:
-    """Monotone; -inf at the pole (or just above it, flushed to it), NaN below."""
-    if x.hi < pole:
-        return FULL_FLOAT
-    lo = function(x.lo) if x.lo > pole else -INF
-    hi = function(x.hi) if x.hi > pole else -INF
-    return _approximate(lo, hi, x.may_be_nan or x.lo < pole)
+def _logarithm(function: Callable[[float], float], pole: float) -> Callable[[FloatRange], FloatRange]:
+    """The rule of one: monotone; -inf at the pole (or just above it, flushed to it), NaN below."""
+
+    def rule(x: FloatRange) -> FloatRange:
+        if x.hi < pole:
+            return FULL_FLOAT
+        lo = function(x.lo) if x.lo > pole else -INF
+        hi = function(x.hi) if x.hi > pole else -INF
+        return _approximate(lo, hi, x.may_be_nan or x.lo < pole)
+
+    return rule
 
 
-def log(x: FloatRange) -> FloatRange:
-    """ln x."""
-    return _logarithm(math.log, x, 0.0)
-
-
-def log2(x: FloatRange) -> FloatRange:
-    """log₂ x."""
-    return _logarithm(math.log2, x, 0.0)
-
-
-def log1p(x: FloatRange) -> FloatRange:
-    """ln (1 + x)."""
-    return _logarithm(math.log1p, x, -1.0)
+log, log2, log1p = _logarithm(math.log, 0.0), _logarithm(math.log2, 0.0), _logarithm(math.log1p, -1.0)
 
 
 def sqrt(x: FloatRange) -> FloatRange:
@@ -218,7 +203,8 @@ def rsqrt(x: FloatRange) -> FloatRange:
     return _approximate(1 / math.sqrt(x.hi), 1 / math.sqrt(x.lo), x.may_be_nan, least=0.0)
 
 
-def _sigmoid(x: float) -> float:
+def logistic(x: float) -> float:
+    """σ(x)."""
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
@@ -227,26 +213,22 @@ def relu(x: FloatRange) -> FloatRange:
     return FloatRange(max(x.lo, 0.0), max(x.hi, 0.0), x.may_be_nan)
 
 
-def _valley(function: Callable[[float], float], bottom: float, least: float, x: FloatRange) -> FloatRange:
-    """Falls from 0 at -inf to ``least`` at ``bottom``, then rises. At -inf the product of -inf and 0 is NaN."""
-    at_lo = 0.0 if x.lo == -INF else function(x.lo)
-    at_hi = 0.0 if x.hi == -INF else function(x.hi)
-    lo, hi = min(at_lo, at_hi), max(at_lo, at_hi)
-    if x.lo <= bottom <= x.hi:
-        lo = least
-    slack = 2.0**-16  # left of the bottom 1 + erf cancels, at |x| < 6
-    return _approximate(lo - slack, hi + slack, x.may_be_nan or x.lo == -INF)
+def _valley(function: Callable[[float], float], bottom: float, least: float) -> Callable[[FloatRange], FloatRange]:
+    """The rule of what falls from 0 at -inf to ``least`` at ``bottom``, then rises. At -inf the product of -inf and 0
+    is NaN.
+    """
+
+    def rule(x: FloatRange) -> FloatRange:
+        at_lo, at_hi = (0.0 if end == -INF else function(end) for end in (x.lo, x.hi))
+        lo = least if x.lo <= bottom <= x.hi else min(at_lo, at_hi)
+        slack = 2.0**-16  # left of the bottom 1 + erf cancels, at |x| < 6
+        return _approximate(lo - slack, max(at_lo, at_hi) + slack, x.may_be_nan or x.lo == -INF)
+
+    return rule
 
 
-def silu(x: FloatRange) -> FloatRange:
-    """x σ(x)."""
-    return _valley(lambda t: t * _sigmoid(t), -1.2784645427610738, -0.27846454276107380, x)
-
-
-def gelu(x: FloatRange) -> FloatRange:
-    """x Φ(x)."""
-    value = -0.16997120747990369
-    return _valley(lambda t: 0.5 * t * (1 + math.erf(t * math.sqrt(0.5))), -0.75179152981410563, value, x)
+silu = _valley(lambda x: x * logistic(x), -1.2784645427610738, -0.27846454276107380)
+gelu = _valley(lambda x: 0.5 * x * (1 + math.erf(x * math.sqrt(0.5))), -0.75179152981410563, -0.16997120747990369)
 
 
 def sin(x: FloatRange) -> FloatRange:
@@ -270,24 +252,17 @@ def cos(x: FloatRange) -> FloatRange:
     return sin(FloatRange(x.lo + math.pi / 2, x.hi + math.pi / 2, x.may_be_nan))
 
 
-def _step(function: Callable[[float], float], x: FloatRange) -> FloatRange:
-    lo, hi = (t if math.isinf(t) else float(function(t)) for t in (x.lo, x.hi))
-    return FloatRange(lo, hi, x.may_be_nan)
+def _step(function: Callable[[float], float]) -> Callable[[FloatRange], FloatRange]:
+    """The rule of a step function: monotone and exact."""
+
+    def rule(x: FloatRange) -> FloatRange:
+        lo, hi = (t if math.isinf(t) else float(function(t)) for t in (x.lo, x.hi))
+        return FloatRange(lo, hi, x.may_be_nan)
+
+    return rule
 
 
-def floor(x: FloatRange) -> FloatRange:
-    """Monotone and exact."""
-    return _step(math.floor, x)
-
-
-def ceil(x: FloatRange) -> FloatRange:
-    """Monotone and exact."""
-    return _step(math.ceil, x)
-
-
-def round_(x: FloatRange) -> FloatRange:
-    """Monotone and exact."""
-    return _step(round, x)
+floor, ceil, round_ = _step(math.floor), _step(math.ceil), _step(round)
 
 
 # Conversions ----------------------------------------------------------------------------------------------------------

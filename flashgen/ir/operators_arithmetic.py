@@ -6,6 +6,7 @@ Stage: IR. In: nothing. Out: ``ROWS``. Ints are 32-bit and wrap; ``meaning`` hol
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from flashgen.ir import interval, interval_float
@@ -24,12 +25,14 @@ from flashgen.ir.operators_base import (
     NoValueError,
     Samples,
     Strength,
+    asked,
     bool_node,
     either,
     far_too_large,
     folding,
     nonzero,
     partials,
+    plain,
     real_node,
     row,
     wrap,
@@ -44,42 +47,21 @@ def _wrapped(xp: ArrayNamespace, value: Any) -> Any:
     return value if xp.is_float(value) else wrap(value)
 
 
-# ∂(x + y) = 1, 1;  ∂(x - y) = 1, -1
-def _add(xp: ArrayNamespace, x: Any, y: Any) -> Any:
-    return _wrapped(xp, x + y)
+def _wrapping(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda xp, *args: _wrapped(xp, function(*args))
 
 
-def _sub(xp: ArrayNamespace, x: Any, y: Any) -> Any:
-    return _wrapped(xp, x - y)
-
-
-# ∂(x · y) = y, x
-def _mul(xp: ArrayNamespace, x: Any, y: Any) -> Any:
-    return _wrapped(xp, x * y)
-
-
-def _other(_x: Expr, y: Expr) -> Expr:
-    return y
-
-
-def _first(x: Expr, _y: Expr) -> Expr:
-    return x
+# ∂(x + y) = 1, 1;  ∂(x - y) = 1, -1;  ∂(x · y) = y, x
+_add, _sub = _wrapping(operator.add), _wrapping(operator.sub)
+_mul, _neg = _wrapping(operator.mul), _wrapping(operator.neg)
+_D_MUL = partials(lambda _x, y: y, lambda x, _y: x)
 
 
 # ∂(x / y) = 1/y, -(x/y)/y
-def _div(_xp: ArrayNamespace, x: Any, y: Any) -> Any:
-    return x / y
-
-
-def _div_by_x(_x: Expr, y: Expr) -> Expr:
-    return real_node("div", ONE, y)
-
-
-def _div_by_y(x: Expr, y: Expr) -> Expr:
-    return real_node("neg", real_node("div", real_node("div", x, y), y))
-
-
-_D_DIV = partials(_div_by_x, _div_by_y)
+_D_DIV = partials(
+    lambda _x, y: real_node("div", ONE, y),
+    lambda x, y: real_node("neg", real_node("div", real_node("div", x, y), y)),
+)
 
 
 def _nonzero(xp: ArrayNamespace, y: Any) -> Any:
@@ -100,8 +82,7 @@ def _mod(xp: ArrayNamespace, x: Any, y: Any) -> Any:
     return xp.where(y == 0, 0, xp.remainder(x, _nonzero(xp, y)))
 
 
-def _mod_by_y(x: Expr, y: Expr) -> Expr:
-    return real_node("neg", real_node("floordiv", x, y))
+_D_MOD = partials(ONE, lambda x, y: real_node("neg", real_node("floordiv", x, y)))
 
 
 # ceildiv(x, y) = -(-x // y), by 0 is 0
@@ -109,15 +90,7 @@ def _ceildiv(xp: ArrayNamespace, x: Any, y: Any) -> Any:
     return wrap(-_floordiv(xp, wrap(-x), y))
 
 
-def _neg(xp: ArrayNamespace, x: Any) -> Any:
-    return _wrapped(xp, -x)
-
-
 # ∂(x^y) = y x^(y-1) (0 where y = 0),  x^y log x (0 where x = 0 and y ≥ 0)
-def _pow(xp: ArrayNamespace, x: Any, y: Any) -> Any:
-    return xp.pow(x, y)
-
-
 def _pow_by_x(x: Expr, y: Expr) -> Expr:
     power = real_node("pow", x, real_node("sub", y, ONE))
     return real_node("where", bool_node("eq", y, ZERO), ZERO, real_node("mul", y, power))
@@ -144,10 +117,6 @@ def _abs(xp: ArrayNamespace, x: Any) -> Any:
     return _wrapped(xp, xp.abs(x))
 
 
-def _abs_by_x(x: Expr) -> Expr:
-    return real_node("sign", x)
-
-
 # sign NaN = 0
 def _sign(xp: ArrayNamespace, x: Any) -> Any:
     difference = xp.to_int(x > 0) - xp.to_int(x < 0)
@@ -155,28 +124,17 @@ def _sign(xp: ArrayNamespace, x: Any) -> Any:
 
 
 # ∂min(x, y): 1 for the smaller, 1/2 each at a tie; likewise max.  NaN wins.
-def _min(xp: ArrayNamespace, x: Any, y: Any) -> Any:
-    return xp.minimum(x, y)
-
-
-def _max(xp: ArrayNamespace, x: Any, y: Any) -> Any:
-    return xp.maximum(x, y)
-
-
 def _choice(loses: str, mine: Expr, other: Expr) -> Expr:
     apart = real_node("where", bool_node(loses, mine, other), ZERO, ONE)
     return real_node("where", bool_node("eq", mine, other), HALF, apart)
 
 
+_MIN, _MAX = asked("minimum"), asked("maximum")
 _D_MIN = partials(lambda x, y: _choice("gt", x, y), lambda x, y: _choice("gt", y, x))
 _D_MAX = partials(lambda x, y: _choice("lt", x, y), lambda x, y: _choice("lt", y, x))
 
 
 # clamp(x, lo, hi) = min(max(x, lo), hi); ∂x = [lo ≤ x ≤ hi], ∂lo = [x < lo < hi], ∂hi = [x > hi or hi < lo]
-def _clamp(xp: ArrayNamespace, x: Any, lo: Any, hi: Any) -> Any:
-    return xp.clamp(x, lo, hi)
-
-
 def _selected(condition: Expr) -> Expr:
     return real_node("where", condition, ONE, ZERO)
 
@@ -278,7 +236,7 @@ ROWS = (
         *("mul", "*", numeric, _mul, _MUL, _BINARY, _MULTIPLIED),
         c="*",
         strength=Strength.PRODUCT,
-        derivative=partials(_other, _first),
+        derivative=_D_MUL,
     ),
     row(
         *("neg", "-", numeric, _neg, _NEG, _UNARY, folding(operator.neg)),
@@ -287,7 +245,7 @@ ROWS = (
         derivative=partials(MINUS_ONE),
     ),
     row(
-        *("div", "/", real, _div, interval_float.div, _BINARY, _DIVIDED),
+        *("div", "/", real, plain(operator.truediv), interval_float.div, _BINARY, _DIVIDED),
         c="/",
         strength=Strength.PRODUCT,
         derivative=_D_DIV,
@@ -306,13 +264,13 @@ ROWS = (
         *("mod", "%", numeric, _mod, _MOD, _BINARY, folding(nonzero(operator.mod))),
         c="floor_mod",
         strength=Strength.PRODUCT,
-        derivative=partials(ONE, _mod_by_y),
+        derivative=_D_MOD,
         cost=Cost(0, 14),
         kink=_from_step,
     ),
     row("ceildiv", "ceildiv", integer, _ceildiv, interval.ceildiv, _CEILDIV, _FOLD_CEILDIV),
     row(
-        *("pow", "**", real, _pow, interval_float.pow_, _POWER, _FOLD_POWER),
+        *("pow", "**", real, asked("pow"), interval_float.pow_, _POWER, _FOLD_POWER),
         strength=Strength.POWER,
         derivative=partials(_pow_by_x, _pow_by_y),
         cost=Cost(2, 3),
@@ -323,12 +281,22 @@ ROWS = (
         strength=Strength.POWER,
         cost=Cost(0, 2),
     ),
-    row("abs", "abs", numeric, _abs, _ABS, _UNARY, folding(abs), derivative=partials(_abs_by_x), kink=abs),
-    row("sign", "sign", numeric, _sign, _SIGN, _UNARY, folding(_sign_of), derivative=FLAT, kink=abs),
-    row("min", "min", numeric, _min, _MIN_RANGE, _BINARY, folding(min), derivative=_D_MIN, most=None, kink=_apart),
-    row("max", "max", numeric, _max, _MAX_RANGE, _BINARY, folding(max), derivative=_D_MAX, most=None, kink=_apart),
     row(
-        *("clamp", "clamp", numeric, _clamp, _clamp_range, _BETWEEN, folding(_clamped)),
+        "abs",
+        "abs",
+        numeric,
+        _abs,
+        _ABS,
+        _UNARY,
+        folding(abs),
+        derivative=partials(lambda x: real_node("sign", x)),
+        kink=abs,
+    ),
+    row("sign", "sign", numeric, _sign, _SIGN, _UNARY, folding(_sign_of), derivative=FLAT, kink=abs),
+    row("min", "min", numeric, _MIN, _MIN_RANGE, _BINARY, folding(min), derivative=_D_MIN, most=None, kink=_apart),
+    row("max", "max", numeric, _MAX, _MAX_RANGE, _BINARY, folding(max), derivative=_D_MAX, most=None, kink=_apart),
+    row(
+        *("clamp", "clamp", numeric, asked("clamp"), _clamp_range, _BETWEEN, folding(_clamped)),
         derivative=_D_CLAMP,
         kink=_from_border,
     ),

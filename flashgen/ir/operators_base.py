@@ -7,17 +7,14 @@ operator: rows are in the family modules, typing rules in ``operators_typing.py`
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import IntEnum
 from typing import Any, Protocol
 
 from flashgen.ir.expr import Apply, Expr, literal
-from flashgen.ir.interval import FloatRange, Range
+from flashgen.ir.interval import MASK32, FloatRange, Range
 from flashgen.ir.operators_typing import BOOL, FLOAT, Signature, TypingError, TypingRule
 from flashgen.ir.types import ScalarType
-
-INT_MIN, INT_MAX = -(2**31), 2**31 - 1
-MASK32 = 0xFFFFFFFF
 
 
 class ArrayNamespace(Protocol):
@@ -76,6 +73,16 @@ class Library:
 
     def __call__(self, xp: ArrayNamespace, x: Any) -> Any:
         return xp.call(self, x)
+
+
+def plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A meaning that Python's own operator states for every namespace."""
+    return lambda _xp, *args: function(*args)
+
+
+def asked(name: str) -> Callable[..., Any]:
+    """A meaning that each namespace states under this name."""
+    return lambda xp, *args: getattr(xp, name)(*args)
 
 
 def wrap(x: Any) -> Any:
@@ -177,6 +184,7 @@ class Strength(IntEnum):
 
 
 Derivative = Callable[[tuple[Expr, ...], int], Expr]
+_WORDS = frozenset({"and", "or", "not"})
 
 
 @dataclass(frozen=True)
@@ -196,25 +204,42 @@ class Operator:
     """
 
     name: str
-    arity: int
     spelling: str
     typing: TypingRule
     meaning: Callable[..., Any]
-    derivative: Derivative | None
     interval: Callable[..., Range]
-    c: str
-    interval_c: str
     samples: Samples
     fold: Folding
-    cost: Cost
-    function: str
-    fewest: int
-    most: int | None
-    strength: Strength
+    _: KW_ONLY
+    derivative: Derivative | None = None
+    cost: Cost = ONE_INSTRUCTION
+    c: str = ""
+    interval_c: str = ""
+    arity: int = 0
+    function: str = ""
+    most: int | None = 0
+    strength: Strength = Strength.CALL
     opposite: str = ""
     flipped: str = ""
     rate: float = 0.0
     kink: Callable[..., float] = smooth
+
+    def __post_init__(self) -> None:
+        """C++ spells it by its name unless said otherwise, and the samples show how many arguments it takes.
+
+        A spelling that is a name is a function's; ``most`` is the row's arity unless said otherwise.
+        """
+        arity = self.arity or len(self.samples.floats or self.samples.ints)
+        called = self.spelling if self.spelling.isidentifier() and self.spelling not in _WORDS else ""
+        found = {"arity": arity, "c": self.c or self.name, "interval_c": self.interval_c or self.name}
+        found |= {"function": self.function or called, "most": arity if self.most == 0 else self.most}
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def fewest(self) -> int:
+        """Arguments that the language's function takes at least."""
+        return max(self.arity, 1)
 
     @property
     def is_comparison(self) -> bool:
@@ -235,59 +260,7 @@ class Operator:
         return self.typing(self.spelling, types)
 
 
-_WORDS = frozenset({"and", "or", "not"})
-
-
-def row(
-    name: str,
-    spelling: str,
-    typing: TypingRule,
-    meaning: Callable[..., Any],
-    interval: Callable[..., Range],
-    samples: Samples,
-    fold: Folding,
-    *,
-    derivative: Derivative | None = None,
-    cost: Cost = ONE_INSTRUCTION,
-    c: str = "",
-    interval_c: str = "",
-    arity: int = 0,
-    function: str = "",
-    most: int | None = 0,
-    strength: Strength = Strength.CALL,
-    opposite: str = "",
-    flipped: str = "",
-    rate: float = 0.0,
-    kink: Callable[..., float] = smooth,
-) -> Operator:
-    """A row; C++ spells it by its name unless said otherwise, and the samples show how many arguments it takes.
-
-    A spelling that is a name is a function's; ``most`` is the row's arity unless said otherwise.
-    """
-    arguments = arity or len(samples.floats or samples.ints)
-    called = function or (spelling if spelling.isidentifier() and spelling not in _WORDS else "")
-    return Operator(
-        name=name,
-        arity=arguments,
-        spelling=spelling,
-        typing=typing,
-        meaning=meaning,
-        derivative=derivative,
-        interval=interval,
-        c=c or name,
-        interval_c=interval_c or name,
-        samples=samples,
-        fold=fold,
-        cost=cost,
-        function=called,
-        fewest=max(arguments, 1),
-        most=arguments if most == 0 else most,
-        strength=strength,
-        opposite=opposite,
-        flipped=flipped,
-        rate=rate,
-        kink=kink,
-    )
+row = Operator  # as the tables are written
 
 
 def _count(n: int) -> str:

@@ -6,7 +6,7 @@ Stage: IR. In: nothing. Out: ``ROWS``. All take numbers, promoted to float, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from flashgen.ir import interval_float
 from flashgen.ir.expr import Expr
 from flashgen.ir.interval import Range
-from flashgen.ir.interval_float import increasing
+from flashgen.ir.interval_float import increasing, logistic
 from flashgen.ir.operators_base import (
     HALF,
     ONE,
@@ -26,6 +26,7 @@ from flashgen.ir.operators_base import (
     Library,
     Operator,
     Samples,
+    asked,
     bool_node,
     partials,
     real_node,
@@ -50,46 +51,19 @@ _ATAN = Library(("atan", "arctan"), np.arctan)
 _ERF = Library(("erf",), lambda x: np.asarray(_erf(x)).astype(np.asarray(x).dtype))
 
 
-# ∂exp x = exp x
-def _by_exp(x: Expr) -> Expr:
-    return real_node("exp", x)
-
-
-# ∂2^x = ln 2 · 2^x
-def _by_exp2(x: Expr) -> Expr:
-    return real_node("mul", LN2, real_node("exp2", x))
-
-
-# ∂ln x = 1/x
-def _by_log(x: Expr) -> Expr:
-    return real_node("div", ONE, x)
-
-
-# ∂log₂ x = 1/(x ln 2)
-def _by_log2(x: Expr) -> Expr:
-    return real_node("div", 1.0 / LN2, x)
-
-
-# ∂ln(1 + x) = 1/(1 + x)
-def _by_log1p(x: Expr) -> Expr:
-    return real_node("div", ONE, real_node("add", ONE, x))
-
-
-# ∂√x = 1/(2√x)
-def _by_sqrt(x: Expr) -> Expr:
-    return real_node("div", HALF, real_node("sqrt", x))
+def _square(x: Expr) -> Expr:
+    return real_node("mul", x, x)
 
 
 # ∂x^(-1/2) = -1/2 (x^(-1/2))³
 def _by_rsqrt(x: Expr) -> Expr:
     r = real_node("rsqrt", x)
-    return real_node("mul", -0.5, real_node("mul", r, real_node("mul", r, r)))
+    return real_node("mul", -0.5, real_node("mul", r, _square(r)))
 
 
 # ∂tanh x = 1 - tanh² x
 def _by_tanh(x: Expr) -> Expr:
-    t = real_node("tanh", x)
-    return real_node("sub", ONE, real_node("mul", t, t))
+    return real_node("sub", ONE, _square(real_node("tanh", x)))
 
 
 # ∂σ(x) = σ(x) (1 - σ(x))
@@ -113,10 +87,6 @@ def _relu(xp: ArrayNamespace, x: Any) -> Any:
     return xp.where(x <= 0, 0.0, x)
 
 
-def _by_relu(x: Expr) -> Expr:
-    return real_node("where", bool_node("gt", x, ZERO), ONE, ZERO)
-
-
 # gelu(-inf) is NaN here and the limit, 0, in kernels.
 # gelu x = x Φ(x) = x (1 + erf(x/√2))/2;  ∂ = Φ(x) + x exp(-x²/2)/√(2π)
 def _gelu(xp: ArrayNamespace, x: Any) -> Any:
@@ -125,14 +95,8 @@ def _gelu(xp: ArrayNamespace, x: Any) -> Any:
 
 def _by_gelu(x: Expr) -> Expr:
     cdf = real_node("mul", HALF, real_node("add", ONE, real_node("erf", real_node("mul", x, _SQRT_HALF))))
-    bell = real_node("exp", real_node("mul", -0.5, real_node("mul", x, x)))
+    bell = real_node("exp", real_node("mul", -0.5, _square(x)))
     return real_node("add", cdf, real_node("mul", real_node("mul", 1 / math.sqrt(2 * math.pi), x), bell))
-
-
-# ∂erf x = 2/√π exp(-x²)
-def _by_erf(x: Expr) -> Expr:
-    bell = real_node("exp", real_node("neg", real_node("mul", x, x)))
-    return real_node("mul", 2 / math.sqrt(math.pi), bell)
 
 
 # softplus x = log(1 + e^x) = max(x, 0) + log1p(e^-|x|);  ∂ = σ(x). By a branch: derivatives of max and |x| at 0 are not
@@ -142,34 +106,27 @@ def _softplus(xp: ArrayNamespace, x: Any) -> Any:
     return xp.where(above, x, 0.0) + _same("log1p")(xp, _same("exp")(xp, xp.where(above, -x, x)))
 
 
-def _by_softplus(x: Expr) -> Expr:
-    return real_node("sigmoid", x)
-
-
-# ∂sin x = cos x, ∂cos x = -sin x
-def _by_sin(x: Expr) -> Expr:
-    return real_node("cos", x)
-
-
-# ∂atan x = 1/(1 + x²)
-def _by_atan(x: Expr) -> Expr:
-    return real_node("div", ONE, real_node("add", ONE, real_node("mul", x, x)))
-
-
-def _by_cos(x: Expr) -> Expr:
-    return real_node("neg", real_node("sin", x))
-
-
-def _floor(xp: ArrayNamespace, x: Any) -> Any:
-    return xp.floor(x)
-
-
-def _ceil(xp: ArrayNamespace, x: Any) -> Any:
-    return xp.ceil(x)
-
-
-def _round(xp: ArrayNamespace, x: Any) -> Any:
-    return xp.round(x)
+# ∂f(x) of f by name, where that is short; of step functions 0.
+_DERIVATIVES: Mapping[str, Callable[[Expr], Expr] | Expr] = {
+    "exp": lambda x: real_node("exp", x),
+    "exp2": lambda x: real_node("mul", LN2, real_node("exp2", x)),
+    "log": lambda x: real_node("div", ONE, x),
+    "log2": lambda x: real_node("div", 1.0 / LN2, x),
+    "log1p": lambda x: real_node("div", ONE, real_node("add", ONE, x)),
+    "sqrt": lambda x: real_node("div", HALF, real_node("sqrt", x)),
+    "rsqrt": _by_rsqrt,
+    "tanh": _by_tanh,
+    "sigmoid": _by_sigmoid,
+    "silu": _by_silu,
+    "relu": lambda x: real_node("where", bool_node("gt", x, ZERO), ONE, ZERO),
+    "gelu": _by_gelu,
+    "erf": lambda x: real_node("mul", 2 / math.sqrt(math.pi), real_node("exp", real_node("neg", _square(x)))),
+    "softplus": lambda x: real_node("sigmoid", x),
+    "sin": lambda x: real_node("cos", x),
+    "cos": lambda x: real_node("neg", real_node("sin", x)),
+    "atan": lambda x: real_node("div", ONE, real_node("add", ONE, _square(x))),
+    **dict.fromkeys(("floor", "ceil", "round"), ZERO),
+}
 
 
 # The distance to the nearest half, for tests.
@@ -196,10 +153,6 @@ def _inverse_root(x: float) -> float:
     return math.inf if x == 0 else 1 / math.sqrt(x)
 
 
-def _logistic(x: float) -> float:
-    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
-
-
 def _log_1_exp(x: float) -> float:
     return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
 
@@ -209,7 +162,7 @@ def _times_normal(x: float) -> float:
 
 
 def _times_logistic(x: float) -> float:
-    return 0.0 if x == -math.inf else x * _logistic(x)
+    return 0.0 if x == -math.inf else x * logistic(x)
 
 
 def _not_below_0(x: float) -> float:
@@ -222,7 +175,6 @@ def _not_below_0(x: float) -> float:
 def _function(
     name: str,
     meaning: Callable[..., Any],
-    formula: Callable[..., Expr] | Expr,
     interval: Callable[..., Range],
     domain: tuple[float, float],
     fold: Callable[[float], float],
@@ -234,7 +186,7 @@ def _function(
     """A row of float → float that every language calls by the same name."""
     return row(
         *(name, name, real, meaning, interval, Samples(floats=(domain,)), Folding(floats=fold, overflows=rate > 0)),
-        derivative=partials(formula),
+        derivative=partials(_DERIVATIVES[name]),
         cost=cost,
         rate=rate,
         kink=kink,
@@ -247,24 +199,26 @@ _LOG1P = _logarithm(math.log1p, -1.0)
 _ON_CPUS = (0, 9)  # of tanh: a polynomial, where arguments are small
 
 ROWS = (
-    _function("exp", _same("exp"), _by_exp, increasing(math.exp, 0.0), _NEAR, _EXP, Cost(1, 1), rate=1.0),
-    _function("exp2", _same("exp2"), _by_exp2, increasing(math.exp2, 0.0), _NEAR, _EXP2, Cost(1, 0), rate=LN2),
-    _function("log", _same("log"), _by_log, interval_float.log, _POSITIVE, _LOG, Cost(1, 1)),
-    _function("log2", _same("log2"), _by_log2, interval_float.log2, _POSITIVE, _LOG2, Cost(1, 0)),
-    _function("log1p", _same("log1p"), _by_log1p, interval_float.log1p, (-0.9, 9.0), _LOG1P, Cost(1, 6)),
-    _function("sqrt", _same("sqrt"), _by_sqrt, interval_float.sqrt, _POSITIVE, math.sqrt, Cost(1, 2)),
-    _function("rsqrt", _RSQRT, _by_rsqrt, interval_float.rsqrt, _POSITIVE, _inverse_root, Cost(1, 0)),
-    _function("tanh", _same("tanh"), _by_tanh, increasing(math.tanh), _NEAR, math.tanh, Cost(2, 4, _ON_CPUS)),
-    _function("sigmoid", _SIGMOID, _by_sigmoid, increasing(_logistic, 0.0), _WIDE, _logistic, Cost(2, 2)),
-    _function("silu", _silu, _by_silu, interval_float.silu, _WIDE, _times_logistic, Cost(2, 3)),
-    _function("relu", _relu, _by_relu, interval_float.relu, _NEAR, _not_below_0, ONE_INSTRUCTION, kink=abs),
-    _function("gelu", _gelu, _by_gelu, interval_float.gelu, _NEAR, _times_normal, Cost(1, 14)),
-    _function("erf", _ERF, _by_erf, increasing(math.erf), _NEAR, math.erf, Cost(1, 14)),
-    _function("softplus", _softplus, _by_softplus, increasing(_log_1_exp, 0.0), _WIDE, _log_1_exp, Cost(2, 6)),
-    _function("sin", _same("sin"), _by_sin, interval_float.sin, _WIDE, math.sin, Cost(1, 3)),
-    _function("cos", _same("cos"), _by_cos, interval_float.cos, _WIDE, math.cos, Cost(1, 3)),
-    _function("atan", _ATAN, _by_atan, increasing(math.atan), _NEAR, math.atan, Cost(1, 16)),
-    _function("floor", _floor, ZERO, interval_float.floor, _WIDE, _step(math.floor), ONE_INSTRUCTION, kink=_step_kink),
-    _function("ceil", _ceil, ZERO, interval_float.ceil, _WIDE, _step(math.ceil), ONE_INSTRUCTION, kink=_step_kink),
-    _function("round", _round, ZERO, interval_float.round_, _WIDE, _step(round), ONE_INSTRUCTION, kink=_step_kink),
+    _function("exp", _same("exp"), increasing(math.exp, 0.0), _NEAR, _EXP, Cost(1, 1), rate=1.0),
+    _function("exp2", _same("exp2"), increasing(math.exp2, 0.0), _NEAR, _EXP2, Cost(1, 0), rate=LN2),
+    _function("log", _same("log"), interval_float.log, _POSITIVE, _LOG, Cost(1, 1)),
+    _function("log2", _same("log2"), interval_float.log2, _POSITIVE, _LOG2, Cost(1, 0)),
+    _function("log1p", _same("log1p"), interval_float.log1p, (-0.9, 9.0), _LOG1P, Cost(1, 6)),
+    _function("sqrt", _same("sqrt"), interval_float.sqrt, _POSITIVE, math.sqrt, Cost(1, 2)),
+    _function("rsqrt", _RSQRT, interval_float.rsqrt, _POSITIVE, _inverse_root, Cost(1, 0)),
+    _function("tanh", _same("tanh"), increasing(math.tanh), _NEAR, math.tanh, Cost(2, 4, _ON_CPUS)),
+    _function("sigmoid", _SIGMOID, increasing(logistic, 0.0), _WIDE, logistic, Cost(2, 2)),
+    _function("silu", _silu, interval_float.silu, _WIDE, _times_logistic, Cost(2, 3)),
+    _function("relu", _relu, interval_float.relu, _NEAR, _not_below_0, ONE_INSTRUCTION, kink=abs),
+    _function("gelu", _gelu, interval_float.gelu, _NEAR, _times_normal, Cost(1, 14)),
+    _function("erf", _ERF, increasing(math.erf), _NEAR, math.erf, Cost(1, 14)),
+    _function("softplus", _softplus, increasing(_log_1_exp, 0.0), _WIDE, _log_1_exp, Cost(2, 6)),
+    _function("sin", _same("sin"), interval_float.sin, _WIDE, math.sin, Cost(1, 3)),
+    _function("cos", _same("cos"), interval_float.cos, _WIDE, math.cos, Cost(1, 3)),
+    _function("atan", _ATAN, increasing(math.atan), _NEAR, math.atan, Cost(1, 16)),
+    _function(
+        "floor", asked("floor"), interval_float.floor, _WIDE, _step(math.floor), ONE_INSTRUCTION, kink=_step_kink
+    ),
+    _function("ceil", asked("ceil"), interval_float.ceil, _WIDE, _step(math.ceil), ONE_INSTRUCTION, kink=_step_kink),
+    _function("round", asked("round"), interval_float.round_, _WIDE, _step(round), ONE_INSTRUCTION, kink=_step_kink),
 )

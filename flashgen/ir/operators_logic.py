@@ -11,11 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from flashgen.ir import interval, interval_float
-from flashgen.ir.interval import Range
+from flashgen.ir.interval import INT_MAX, INT_MIN, MASK32, Range
 from flashgen.ir.operators_base import (
-    INT_MAX,
-    INT_MIN,
-    MASK32,
     MOST_BITS,
     ONE,
     ZERO,
@@ -26,9 +23,11 @@ from flashgen.ir.operators_base import (
     Operator,
     Samples,
     Strength,
+    asked,
     far_too_large,
     folding,
     partials,
+    plain,
     real_node,
     row,
     wrap,
@@ -50,19 +49,6 @@ _PAIR = Samples(floats=((-4.0, 4.0), (-4.0, 4.0)), ints=((-9, 9), (-9, 9)))
 _BITS = Samples(ints=((-70, 70), (-70, 70)))
 
 
-def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A meaning that Python's own operator states for every namespace."""
-
-    def meaning(_xp: ArrayNamespace, *args: Any) -> Any:
-        return function(*args)
-
-    return meaning
-
-
-def _not(xp: ArrayNamespace, x: Any) -> Any:
-    return xp.logical_not(x)
-
-
 # x << n is 0, x >> n the sign, where n < 0 or n ≥ 32
 def _shl(xp: ArrayNamespace, x: Any, n: Any) -> Any:
     inside = (n >= 0) & (n < 32)
@@ -75,19 +61,11 @@ def _shr(xp: ArrayNamespace, x: Any, n: Any) -> Any:
 
 
 # where(c, x, y): the chosen branch passes the gradient
-def _where(xp: ArrayNamespace, c: Any, x: Any, y: Any) -> Any:
-    return xp.where(c, x, y)
-
-
 _D_WHERE = partials(
     ZERO,  # conditions carry no derivative
     lambda c, _x, _y: real_node("where", c, ONE, ZERO),
     lambda c, _x, _y: real_node("where", c, ZERO, ONE),
 )
-
-
-def _to_float(xp: ArrayNamespace, x: Any) -> Any:
-    return xp.to_float(x)
 
 
 # Truncates toward zero, saturates; NaN → 0. ±2**31 are floats in every precision, 2**31 - 1 is not.
@@ -150,10 +128,8 @@ def _saturated(x: float) -> int:
 
 
 _CHOSEN = folding(lambda c, x, y: x if c else y)
-_AND, _OR, _XOR = (Folding(ints=function) for function in (operator.and_, operator.or_, operator.xor))
-_NOT, _LEFT, _RIGHT = (Folding(ints=function) for function in (operator.not_, _left, _right))
 
-_LOGIC = Samples(ints=((0, 1), (0, 1)))
+_ONE_BIT, _LOGIC = Samples(ints=((0, 1),)), Samples(ints=((0, 1), (0, 1)))
 _ANY_INT = (-(2**31), 2**31 - 1)
 _COUNT = (-3, 35)
 _CHOICE = Samples(floats=((0.0, 1.0), (-4.0, 4.0), (-4.0, 4.0)), ints=((0, 1), (-9, 9), (-9, 9)))
@@ -171,10 +147,29 @@ def _compared(
 ) -> Operator:
     """The row of a comparison."""
     return row(
-        *(name, spelling, typing, _plain(compare), interval_rule, _PAIR, folding(compare)),
+        *(name, spelling, typing, plain(compare), interval_rule, _PAIR, folding(compare)),
         strength=Strength.COMPARISON,
         opposite=opposite,
         flipped=flipped,
+    )
+
+
+def _of_bits(
+    name: str,
+    spelling: str,
+    typing: TypingRule,
+    function: Callable[[Any, Any], Any],
+    interval_rule: Callable[..., Range],
+    samples: Samples,
+    c: str,
+    strength: Strength,
+) -> Operator:
+    """The row of an operator that is Python's own, of bools or bit by bit."""
+    return row(
+        *(name, spelling, typing, plain(function), interval_rule, samples, Folding(ints=function)),
+        c=c,
+        strength=strength,
+        interval_c=f"{name}_",
     )
 
 
@@ -185,78 +180,17 @@ ROWS = (
     _compared("ge", ">=", comparison, operator.ge, interval.ge, opposite="lt", flipped="le"),
     _compared("eq", "==", equality, operator.eq, interval.eq, opposite="ne", flipped="eq"),
     _compared("ne", "!=", equality, operator.ne, interval.ne, opposite="eq", flipped="ne"),
+    _of_bits("and", "and", logical, operator.and_, interval.and_, _LOGIC, "&&", Strength.AND),
+    _of_bits("or", "or", logical, operator.or_, interval.or_, _LOGIC, "||", Strength.OR),
     row(
-        "and",
-        "and",
-        logical,
-        _plain(operator.and_),
-        interval.and_,
-        _LOGIC,
-        _AND,
-        c="&&",
-        strength=Strength.AND,
-        interval_c="and_",
-    ),
-    row(
-        "or",
-        "or",
-        logical,
-        _plain(operator.or_),
-        interval.or_,
-        _LOGIC,
-        _OR,
-        c="||",
-        strength=Strength.OR,
-        interval_c="or_",
-    ),
-    row(
-        "not",
-        "not",
-        logical,
-        _not,
-        interval.not_,
-        Samples(ints=((0, 1),)),
-        _NOT,
+        *("not", "not", logical, asked("logical_not"), interval.not_, _ONE_BIT, Folding(ints=operator.not_)),
         c="!",
         strength=Strength.NOT,
         interval_c="not_",
     ),
-    row(
-        "bitand",
-        "&",
-        bitwise,
-        _plain(operator.and_),
-        interval.bitand,
-        _BITS,
-        _AND,
-        c="&",
-        strength=Strength.BIT_AND,
-        interval_c="bitand_",
-    ),
-    row(
-        "bitor",
-        "|",
-        bitwise,
-        _plain(operator.or_),
-        interval.bitor,
-        _BITS,
-        _OR,
-        c="|",
-        strength=Strength.BIT_OR,
-        interval_c="bitor_",
-    ),
-    row(
-        "bitxor",
-        "^",
-        bitwise,
-        _plain(operator.xor),
-        interval.bitxor,
-        _BITS,
-        _XOR,
-        c="^",
-        strength=Strength.BIT_XOR,
-        interval_c="bitxor_",
-    ),
+    _of_bits("bitand", "&", bitwise, operator.and_, interval.bitand, _BITS, "&", Strength.BIT_AND),
+    _of_bits("bitor", "|", bitwise, operator.or_, interval.bitor, _BITS, "|", Strength.BIT_OR),
+    _of_bits("bitxor", "^", bitwise, operator.xor, interval.bitxor, _BITS, "^", Strength.BIT_XOR),
     row(
         "shl",
         "<<",
@@ -264,7 +198,7 @@ ROWS = (
         _shl,
         interval.shl,
         Samples(ints=((-70, 70), _COUNT)),
-        _LEFT,
+        Folding(ints=_left),
         c="shift_left",
         strength=Strength.SHIFT,
     ),
@@ -275,7 +209,7 @@ ROWS = (
         _shr,
         interval.shr,
         Samples(ints=((-7000, 7000), _COUNT)),
-        _RIGHT,
+        Folding(ints=_right),
         c="shift_right",
         strength=Strength.SHIFT,
     ),
@@ -283,7 +217,7 @@ ROWS = (
         "where",
         "where",
         selection,
-        _where,
+        asked("where"),
         interval.where,
         _CHOICE,
         _CHOSEN,
@@ -295,7 +229,7 @@ ROWS = (
         "to_float",
         "float",
         conversion(FLOAT),
-        _to_float,
+        asked("to_float"),
         interval_float.to_float,
         Samples(floats=((-9.0, 9.0),), ints=(_ANY_INT,)),
         folding(float),

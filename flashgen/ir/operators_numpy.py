@@ -28,44 +28,22 @@ class NumpyNamespace:
     def to_int(self, x: Any) -> Any:
         return np.asarray(x).astype(np.int64)
 
-    def where(self, c: Any, x: Any, y: Any) -> Any:
-        return np.where(c, x, y)
-
-    def isnan(self, x: Any) -> Any:
-        return np.isnan(x)
-
-    def logical_not(self, x: Any) -> Any:
-        return np.logical_not(x)
-
-    def minimum(self, x: Any, y: Any) -> Any:
-        return np.minimum(x, y)
-
-    def maximum(self, x: Any, y: Any) -> Any:
-        return np.maximum(x, y)
+    where = staticmethod(np.where)
+    isnan = staticmethod(np.isnan)
+    logical_not = staticmethod(np.logical_not)
+    minimum = staticmethod(np.minimum)
+    maximum = staticmethod(np.maximum)
 
     def clamp(self, x: Any, lo: Any, hi: Any) -> Any:
         return np.minimum(np.maximum(x, lo), hi)
 
-    def floor_divide(self, x: Any, y: Any) -> Any:
-        return np.floor_divide(x, y)
-
-    def remainder(self, x: Any, y: Any) -> Any:
-        return np.remainder(x, y)
-
-    def abs(self, x: Any) -> Any:
-        return np.abs(x)
-
-    def pow(self, x: Any, y: Any) -> Any:
-        return np.power(x, y)
-
-    def floor(self, x: Any) -> Any:
-        return np.floor(x)
-
-    def ceil(self, x: Any) -> Any:
-        return np.ceil(x)
-
-    def round(self, x: Any) -> Any:
-        return np.rint(x)
+    floor_divide = staticmethod(np.floor_divide)
+    remainder = staticmethod(np.remainder)
+    abs = staticmethod(np.abs)
+    pow = staticmethod(np.power)
+    floor = staticmethod(np.floor)
+    ceil = staticmethod(np.ceil)
+    round = staticmethod(np.rint)
 
     def call(self, function: Library, x: Any) -> Any:
         return function.numpy(x)

@@ -6,7 +6,7 @@ children first, so that a DAG stays one. Places in the source are not kept, but 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 from flashgen.diagnostics.span import Source, Span
@@ -25,7 +25,6 @@ from flashgen.ir.types import ElementType, ScalarType
 from flashgen.ir.weights import FORMS, Weights
 
 Data = dict[str, Any]
-_PINS = ("Br", "Bc", "warps", "stages", "backward_Br", "backward_Bc", "backward_warps", "backward_stages")
 
 
 class _Nodes:
@@ -62,7 +61,7 @@ class _Nodes:
 def spec_to_data(spec: AttentionSpec) -> Data:
     """The spec as dictionaries, lists, strings and numbers."""
     nodes = _Nodes()
-    number = nodes.number
+    number, select = nodes.number, spec.select
     return {
         "name": spec.name,
         "head_dims": [[each.qk, each.v] for each in spec.head_dims],
@@ -78,11 +77,11 @@ def spec_to_data(spec: AttentionSpec) -> Data:
         "score": number(spec.score),
         "mask": number(spec.mask),
         "layout": None if spec.layout is None else [spec.layout.block, number(spec.layout.keep)],
-        **({} if spec.select is None else {"select": _select_to_data(spec.select, number)}),
+        **({} if select is None else {"select": [select.block, select.tensor, [number(x) for x in select.indices]]}),
         "weights": [spec.weights.form.name, number(spec.weights.expression)],
         "dropout": number(spec.dropout),
-        "schedule": {name: getattr(spec.schedule, name) for name in _PINS if getattr(spec.schedule, name) is not None},
-        "statements": [[each.keyword, each.text, _span_to_data(each.span)] for each in spec.statements],
+        "schedule": spec.schedule.pins,
+        "statements": [[each.keyword, each.text, [*astuple(each.span)]] for each in spec.statements],
         "sources": [[each.name, each.text] for each in spec.sources],
         "nodes": nodes.rows,
     }
@@ -152,11 +151,3 @@ def _weights(kind: str, weight: Expr | None) -> Weights:
         raise ValueError(f"'{kind}' is no form of weights")
     form = FORMS[kind]
     return Weights(form, sink=weight) if form.exponential else Weights(form, weight)
-
-
-def _select_to_data(select: Select, number: Callable[[Expr], int | None]) -> list[Any]:
-    return [select.block, select.tensor, [number(each) for each in select.indices]]
-
-
-def _span_to_data(span: Span) -> list[Any]:
-    return [span.file, span.line, span.column, span.end_line, span.end_column]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flashgen.diagnostics.span import Source, Span
@@ -84,6 +85,11 @@ class Schedule:
     backward_warps: int | None = None
     backward_stages: int | None = None
     span: Span | None = field(default=None, compare=False)
+
+    @property
+    def pins(self) -> Mapping[str, int]:
+        """What is pinned, by name."""
+        return {name: value for name, value in vars(self).items() if name != "span" and value is not None}
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,8 @@ def _statements(spec: AttentionSpec) -> list[tuple[str, str]]:
     if spec.dropout is not None:
         found.append(("dropout", text(spec.dropout)))
     if spec.schedule != Schedule():
-        found.append(("schedule", _schedule(spec.schedule)))
+        pins = " ".join(f"{name} = {value}" for name, value in spec.schedule.pins.items())
+        found.append(("schedule", f"{{ {pins} }}"))
     return found
 
 
@@ -93,11 +94,6 @@ def declared(each: CapturedTensor | Param) -> str:
         return f"{each.name}: {each.element}[{', '.join(text(extent) for extent in each.shape)}]{grad}"
     default = "" if each.default is None else f" = {text(each.default)}"
     return f"{each.name}: {'i32' if each.type is ScalarType.INT else 'f32'}{default}{grad}"
-
-
-def _schedule(schedule: Schedule) -> str:
-    names = [name for name in Schedule.__dataclass_fields__ if name != "span" and getattr(schedule, name) is not None]
-    return f"{{ {' '.join(f'{name} = {getattr(schedule, name)}' for name in names)} }}"
 
 
 def _names(roots: list[Expr], taken: set[str]) -> dict[Expr, Symbol]:

@@ -8,6 +8,7 @@ from typing import Literal as OneOf
 from flashgen.kinds.operand import Operand
 
 FieldKind = OneOf["const pointer", "pointer", "i32", "i64", "u32", "u64", "f32"]
+_C_TYPES = {"i32": "int32_t", "i64": "int64_t", "u32": "uint32_t", "u64": "uint64_t", "f32": "float"}
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,13 @@ class Field:
     comment: str = ""
     element: str = "void"
     varies: bool = False
+
+    @property
+    def declaration(self) -> str:
+        """In C++."""
+        if self.kind in _C_TYPES:
+            return f"{_C_TYPES[self.kind]} {self.name}"
+        return f"{self.kind.removesuffix('pointer')}{self.element}* {self.name}"
 
 
 def operand_field(each: Operand) -> Field:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashgen.hosts.kernel import Kernel, KernelProvider, takes_tangents, takes_tangents_backward
+from flashgen.hosts.kernel import Kernel, KernelProvider, takes_tangents
 from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
@@ -141,16 +141,16 @@ class Formula:
     @property
     def moves(self) -> str:
         """What computes tangents, in words."""
-        return self._said(takes_tangents, "a kernel of forward mode", "there is no kernel of forward mode for it")
+        return self._said(0, "a kernel of forward mode", "there is no kernel of forward mode for it")
 
     @property
     def moves_backward(self) -> str:
         """What computes gradients of gradients and of tangents, and tangents of gradients, in words."""
         kernels = "kernels of forward mode and of its backward pass"
-        return self._said(takes_tangents_backward, kernels, "there is no kernel of it")
+        return self._said(1, kernels, "there is no kernel of it")
 
-    def _said(self, takes: Callable[[KernelProvider | None], str], kernels: str, none: str) -> str:
-        taken = {device.upper(): takes(provider) for device, provider in self.kernels.items()}
+    def _said(self, which: int, kernels: str, none: str) -> str:
+        taken = {device.upper(): takes_tangents(provider)[which] for device, provider in self.kernels.items()}
         said = [f"on {device} {what}" for device, what in taken.items() if what]
         if not said:
             return self.derives if self.pairs is None else f"{self.derives}; {none}"

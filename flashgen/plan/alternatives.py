@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from flashgen.analysis.variant import Variant
-from flashgen.ir.expr import literal
 from flashgen.plan.plan import Tiles
 from flashgen.plan.prediction import LIMITS, PassTime
 
@@ -23,16 +21,6 @@ class RunnerUp:
     seconds: float
     slower: float
     why: str
-
-
-def without_mask(variant: Variant) -> Variant:
-    """The same without a mask, whose tiles take time to count: enough to see which candidates are worth it."""
-    return replace(variant, keep=literal(True))
-
-
-def in_order(found: list[RunnerUp]) -> tuple[RunnerUp, ...]:
-    """The fastest first."""
-    return tuple(sorted(found, key=lambda each: each.seconds))
 
 
 def runner_up(tile: Tiles, what: str, predicted: PassTime, chosen: PassTime) -> RunnerUp:

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.kinds.dense import OPERANDS
 from flashgen.kinds.operand import Operand
@@ -55,8 +54,3 @@ def moved(
             rows = math.prod(operand.lengths(sizes))
         found[operand.name] += each.times * rows * operand.columns(head_dim) * operand.element_bytes(element)
     return found
-
-
-def sizes_of(shape: Shape) -> Mapping[str, int]:
-    """A shape by the fields of ``struct Arguments``."""
-    return asdict(shape)

@@ -27,16 +27,6 @@ class Tiles:
     Bc: int
     sram_bytes: int
 
-    @property
-    def kind(self) -> tuple[str, ...]:
-        """What a kernel with this tile is made of, in words, where kernels of one target differ in it."""
-        return ()
-
-    @property
-    def kind_of_one_pass(self) -> tuple[str, ...]:
-        """What comes to that where one kernel computes dQ, dK and dV."""
-        return ()
-
 
 @dataclass(frozen=True)
 class Rejection:
@@ -56,10 +46,6 @@ class Spill:
     pass_name: str
     tile: object
     bytes: int
-
-    def is_of(self, element: ElementType, pass_name: str, tile: object) -> bool:
-        """Whether it is this tile's."""
-        return (self.element, self.pass_name, self.tile) == (element, pass_name, tile)
 
 
 @dataclass(frozen=True)
@@ -88,7 +74,6 @@ class CallKind:
 ANY_CALLS = CallKind(dropped=None, repeatable=None)
 # Of those that need not repeat bit by bit a package has the kernels, of those that have to where it is asked to.
 USUAL_CALLS = CallKind(dropped=None)
-DETERMINISTIC_CALLS = CallKind(dropped=None, repeatable=True)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from flashgen.hosts.emulated import Counted
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 from flashgen.op.op import AttentionOp
+from flashgen.plan.plan import Tiles
+from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, QueryTiles, multiplying
 from tools.fuzz.draws import CallDraw
 from tools.fuzz.inputs import head_dim_of
 from tools.fuzz.parts import has_parts
@@ -29,14 +31,14 @@ def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequenc
     tiles = plan.of_element(ElementType(call.dtype)) if plan else {}
     if plan and not tiles:  # an empty call of a type that no tile fits
         return ("no kernels",)
-    if not any(tile.kind for tile in tiles.values()):  # a target of one kind of kernel
+    if not any(map(_kind, tiles.values())):  # a target of one kind of kernel
         ragged = ", ragged" if call.lengths else ", cache" if call.cached else ""
         ragged += " in pages" if call.page and call.cached else ""
         ragged += " of 8 bits" if call.eight_bits else ""
         ragged += of_parts
         return (f"{call.dtype}{ragged}{', repeatable' if call.deterministic else ''}",)
     if plan and any(each.variant.listed is not None for each in counted):
-        return (f"forward: by blocks of keys, {', '.join(tiles['forward'].kind[:1])}",)
+        return (f"forward: by blocks of keys, {_kind(tiles['forward'])[0]}",)
     over_cache = [each for each in counted if each.variant.kind.cached]
     if plan and over_cache:
         ran = over_cache[0].ran.plan
@@ -45,7 +47,7 @@ def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequenc
         return (f"forward: cache{pages}{', in parts' if parts else ''}, {tile.warps} warps",)
     if plan and any(each.sequences for each in counted):
         tiles = counted[0].ran.plan.of_element(ElementType(call.dtype))
-    found = [f"forward: {', '.join((*(['ragged'] if call.lengths else []), *tiles['forward'].kind))}{of_parts}"]
+    found = [f"forward: {', '.join((*(['ragged'] if call.lengths else []), *_kind(tiles['forward'])))}{of_parts}"]
     for each in counted:
         launches = each.ran.launches
         names = [launch.kernel.removeprefix(each.ran.plan.symbol) for launch in launches.launches]
@@ -53,10 +55,43 @@ def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequenc
         if each.name == "backward":
             one_pass = any(name.startswith("_backward") for name in names)
             keys = tiles["backward"]
-            found.append(f"keys: {', '.join((*keys.kind, *(keys.kind_of_one_pass if one_pass else ())))}")
+            assert isinstance(keys, BackwardTiles), "kernels are of a GPU"
+            added = ("dQ added up", *(("persistent",) if keys.persistent else ())) if one_pass else ()
+            found.append(f"keys: {', '.join((*_kind(keys), *added))}")
             if not one_pass:
-                found.append(f"queries: {', '.join(tiles['queries'].kind)}")
+                found.append(f"queries: {', '.join(_kind(tiles['queries']))}")
             found += [
                 f"captured gradients: {how}" for how in ("exact",) if any(name.endswith("_exact") for name in names)
             ]
     return tuple(dict.fromkeys(found))
+
+
+def _kind(tiles: Tiles) -> tuple[str, ...]:
+    """What a kernel with these tiles is made of, in words, where kernels of one target differ in it."""
+    match tiles:
+        case ForwardTiles(warpgroups=True):
+            turns = ("turns",) if tiles.takes_turns else ()
+            return (*_of_warpgroups(tiles), *_split(divided=tiles.split > 1), *turns, *_cluster(tiles))
+        case ForwardTiles(stages=stages):
+            q = ("Q in registers",) if tiles.q_in_registers else ()
+            return ("warps", f"{min(stages, 2)} stage{'s' * (stages > 1)}", *q, *_split(divided=tiles.split > 1))
+        case BackwardTiles(warpgroups=True):
+            return (*_of_warpgroups(tiles), *_split(divided=tiles.shares_keys), *_cluster(tiles))
+        case BackwardTiles(stages=stages):
+            return ("warps", f"{stages} stage{'s' * (stages > 1)}", *_split(divided=tiles.split > 1))
+        case QueryTiles():
+            return ("warpgroups" if tiles.warpgroups else "warps", *_split(divided=tiles.split > 1))
+    return ()
+
+
+def _of_warpgroups(tiles: ForwardTiles | BackwardTiles) -> tuple[str, ...]:
+    copies = "producer warps" if tiles.producers else "warpgroup copies for itself"
+    return (multiplying(tiles), copies, *(("tensor copies",) if tiles.tensor_copies else ()))
+
+
+def _split(*, divided: bool) -> tuple[str, ...]:
+    return ("split head dimension",) if divided else ()
+
+
+def _cluster(tiles: ForwardTiles | BackwardTiles) -> tuple[str, ...]:
+    return (f"{tiles.cluster} blocks a cluster",) if tiles.cluster > 1 else ()

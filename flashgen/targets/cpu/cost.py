@@ -8,14 +8,14 @@ templates' inner loops, and rough; ``tools/benchmarks/model.py`` says how far th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from flashgen.analysis.diagonals import over_diagonals
 from flashgen.analysis.variant import Variant
 from flashgen.ir.shape import Shape
 from flashgen.kinds.dense import OPERANDS
 from flashgen.kinds.operand import Elements
-from flashgen.plan.moved import Access, by_tile, moved, once, sizes_of
+from flashgen.plan.moved import Access, by_tile, moved, once
 from flashgen.plan.paper import Lengths, kernel_flops
 from flashgen.plan.plan import Tiles
 from flashgen.plan.prediction import KernelTime, PassTime
@@ -121,4 +121,4 @@ def _moved(
         sums = (replace(OPERANDS[name], elements=Elements.FLOAT32) for name in ("dk", "dv"))
         accesses += (*once("d_o", "dq"), *(Access(each, by_tile=True, times=2) for each in sums))
     element = BFLOAT16 if products in (Products.PAIRS, Products.BFLOAT16) else FLOAT
-    return moved(accesses, variant.head_dim, element, sizes_of(shape), counts)
+    return moved(accesses, variant.head_dim, element, asdict(shape), counts)

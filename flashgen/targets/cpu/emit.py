@@ -12,26 +12,23 @@ from flashgen.analysis.diagonals import diagonal_values, over_diagonals
 from flashgen.analysis.levels import Level, observed_loads
 from flashgen.analysis.variant import CapturedGradient, Variant, constant_factor
 from flashgen.emit.context import (
-    Declaration,
     Masks,
     Observed,
     WeightCode,
     by_score,
-    declaration,
     derivative_hooks,
     formula,
     labels,
-    masks_of,
+    masks_apart,
     moved_inputs,
     observed_load,
     pair_terms,
-    template_hooks,
     template_values,
     tidy,
 )
 from flashgen.emit.environment import environment
 from flashgen.emit.kernel_source import KernelSource
-from flashgen.emit.placement import Placement
+from flashgen.emit.placement import Hooks, Placement
 from flashgen.emit.ranges import RangeCode, range_code
 from flashgen.emit.spelling import c_literal
 from flashgen.emit.text import spec_digest, spec_lines
@@ -39,6 +36,7 @@ from flashgen.ir.expr import Expr, Load, Symbol, index_set, walk
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
+from flashgen.kinds.field import Field
 from flashgen.kinds.operand import HEAD_ROWS
 from flashgen.plan.arguments import (
     argument_fields,
@@ -120,9 +118,9 @@ class _Context:
     written_of_keys: str  # the same of dK and dV
     head_rows: str  # rows of lse from one head's first to the next one's, as code
     results: tuple[str, ...]  # whose rows have strides
-    arguments: tuple[Declaration, ...]
-    hooks: object
-    hooks_by_key: object  # those of the forward pass with neighbouring keys as lanes, for few query rows
+    arguments: tuple[Field, ...]
+    hooks: Hooks
+    hooks_by_key: Hooks  # those of the forward pass with neighbouring keys as lanes, for few query rows
     function_inputs: dict[str, str]
     keep_everything: bool
     masks: Masks
@@ -241,12 +239,12 @@ def _context(variant: Variant, plan: CpuPlan, symbol: str) -> _Context:
         last_pass="backward" if variant.tangent is None else "jvp_backward",
         has_forward=not variant.kind.backward_only,
         has_backward=not variant.kind.forward_only,
-        arguments=tuple(declaration(field) for field in argument_fields(spec, variant.kind)),
-        hooks=template_hooks(placement.hooks()),
-        hooks_by_key=template_hooks(by_key.hooks()),
+        arguments=argument_fields(spec, variant.kind),
+        hooks=placement.hooks(),
+        hooks_by_key=by_key.hooks(),
         function_inputs=inputs,
         keep_everything=variant.keep_everything,
-        masks=masks_of(variant.keep),
+        masks=masks_apart(index_set(variant.keep)),
         lists=_lists(variant.keep) if keeps_lists(variant) else (),
         trimmed=not variant.keep_everything and not keeps_lists(variant),
         keep_range=keep_range,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+from dataclasses import replace
 
 from flashgen.analysis.variant import Variant
+from flashgen.ir.expr import literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.plan.alternatives import MOST, RunnerUp, in_order, runner_up, without_mask
+from flashgen.plan.alternatives import MOST, RunnerUp, runner_up
 from flashgen.plan.measured import Tile
 from flashgen.plan.paper import BlockSizes
 from flashgen.plan.plan import Tiles
@@ -75,13 +77,13 @@ def _runners_up(
     """The best other tiles by the model."""
     chosen = pass_time(variant, products, name, tile, device, shape)
     others = [other for other in _fitting(variant, products, name, device) if other != tile]
-    dense = without_mask(variant)
+    dense = replace(variant, keep=literal(True))  # a mask's tiles take time to count
     others.sort(key=lambda other: pass_time(dense, products, name, other, device, shape).seconds)
     found = []
     for other in others[:MOST]:
         predicted = pass_time(variant, products, name, other, device, shape)
         found.append(runner_up(other, f"{other.sram_bytes / 1024:.0f} KiB", predicted, chosen))
-    return in_order(found)
+    return tuple(sorted(found, key=lambda each: each.seconds))
 
 
 def _fitting(variant: Variant, products: Products, name: str, device: Cpu) -> tuple[Tiles, ...]:

@@ -16,20 +16,20 @@ from flashgen.ir.expr import literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import Schedule
 from flashgen.ir.types import ElementType
-from flashgen.plan.alternatives import MOST, RunnerUp, in_order, runner_up
+from flashgen.plan.alternatives import MOST, RunnerUp, runner_up
 from flashgen.plan.measured import Pins, Tile
 from flashgen.targets.gpu.cost import pass_time
 from flashgen.targets.gpu.plan import plan_gpu
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.tiles import BackwardTiles, ElementPlan, ForwardTiles, multiplying, staged
+from flashgen.targets.gpu.tiles import ElementPlan, multiplying, staged
 
 GPU_ROWS, GPU_COLUMNS, GPU_WARPS = (64, 128, 192), (32, 64, 96, 128), (4, 8, 12)
 
 
 def gpu_candidates(recipe: Recipe, gpu: Gpu, tiles: ElementPlan, name: str) -> Iterator[ElementPlan]:
     """Plans for other tiles of a pass, of this element type. What the spec pins stays pinned."""
-    schedule, seen = recipe.variant.spec.schedule, {_tiles(tiles, name)}
+    schedule, seen = recipe.variant.spec.schedule, {tiles.passes[name]}
     for Br, Bc, warps in itertools.product(GPU_ROWS, GPU_COLUMNS, GPU_WARPS):
         if name == "forward":
             pinned = replace(schedule, Br=schedule.Br or Br, Bc=schedule.Bc or Bc, warps=schedule.warps or warps)
@@ -41,8 +41,8 @@ def gpu_candidates(recipe: Recipe, gpu: Gpu, tiles: ElementPlan, name: str) -> I
                 backward_warps=schedule.backward_warps or warps,
             )
         found = pinned_plan(recipe, gpu, tiles.element, pinned)
-        if found is not None and _tiles(found, name) not in seen:
-            seen.add(_tiles(found, name))
+        if found is not None and found.passes[name] not in seen:
+            seen.add(found.passes[name])
             yield found
 
 
@@ -50,7 +50,7 @@ def pinned_plan(recipe: Recipe, gpu: Gpu, element: ElementType, schedule: Schedu
     """The plan of this element type under another schedule, None where that cannot work."""
     spec = replace(recipe.variant.spec, schedule=schedule, dtypes=(element,))
     try:
-        return plan_gpu(recipe.with_spec(spec), gpu.target, gpu.target.recipes).by_element.get(element)
+        return plan_gpu(recipe.with_spec(spec), gpu.target, gpu.target.recipes).own
     except SpecError:
         return None
 
@@ -63,20 +63,16 @@ def gpu_runners_up(recipe: Recipe, tiles: ElementPlan, gpu: Gpu, shape: Shape, n
     others = sorted(candidates, key=lambda other: pass_time(dense, other, gpu, shape, name).seconds)
     found = []
     for other in others[:MOST]:
-        tile = _tiles(other, name)
+        tile = other.passes[name]
         what = f"{multiplying(tile)}, {staged(tile)}, {tile.sram_bytes / 1024:.0f} KiB"
         found.append(runner_up(tile, what, pass_time(recipe, other, gpu, shape, name), chosen))
-    return in_order(found)
-
-
-def _tiles(plan: ElementPlan, name: str) -> ForwardTiles | BackwardTiles:
-    return plan.forward if name == "forward" else plan.backward
+    return tuple(sorted(found, key=lambda each: each.seconds))
 
 
 def predicted(variant: Variant, gpu: Gpu, shape: Shape, element: ElementType, name: str) -> dict[Tile, float]:
     """Predicted seconds of the planner's choice, which comes first, and of what the model compares it with."""
     plan = gpu.target.plan(variant, Pins(element=element))
-    recipe, chosen = plan.recipe, plan.by_element[element]
+    recipe, chosen = plan.recipe, plan.own
     found: dict[Tile, float] = {}
     for plans in (chosen, *gpu_candidates(recipe, gpu, chosen, name)):
         found.setdefault(tile_of(plans, name), pass_time(recipe, plans, gpu, shape, name).seconds)
@@ -85,5 +81,5 @@ def predicted(variant: Variant, gpu: Gpu, shape: Shape, element: ElementType, na
 
 def tile_of(plan: ElementPlan, name: str) -> Tile:
     """What a schedule would have to pin for this tile of a pass."""
-    tiles = _tiles(plan, name)
+    tiles = plan.passes[name]
     return Tile(tiles.Br, tiles.Bc, tiles.warps, tiles.stages)

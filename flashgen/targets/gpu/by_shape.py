@@ -81,12 +81,10 @@ class Rivals:
 
 
 @functools.lru_cache(maxsize=64)
-def rivals(variant: Variant, gpu: Gpu, element: ElementType) -> Rivals | None:
-    """The plans that calls choose from; None where nothing is generated in this type. Raises ``SpecError``."""
+def rivals(variant: Variant, gpu: Gpu, element: ElementType) -> Rivals:
+    """The plans that calls choose from. Raises ``SpecError``."""
     plan = gpu.target.plan(variant, Pins(element=element))
-    recipe, own = plan.recipe, plan.by_element.get(element)
-    if own is None:
-        return None
+    recipe, own = plan.recipe, plan.own
     return Rivals(recipe, gpu, own, {name: _rivals_of_pass(recipe, gpu, own, name) for name in PASSES})
 
 

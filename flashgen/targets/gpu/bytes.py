@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from flashgen.analysis.observed import by_position
@@ -22,7 +22,6 @@ from flashgen.ir.shape import Shape
 from flashgen.kinds.cached import ARRIVALS
 from flashgen.kinds.dense import DENSE, OPERANDS
 from flashgen.plan.launches import PassLaunches
-from flashgen.plan.moved import sizes_of
 from flashgen.plan.tile_counts import Call, counts_of_call, tile_counts
 from flashgen.targets.gpu.block_bytes import BLOCK_BUFFERS
 from flashgen.targets.gpu.call_values import params_of_values, sizes_of_values, starts_of_values
@@ -57,7 +56,7 @@ def kernels_of(recipe: Recipe, name: str) -> tuple[str, ...]:
 
 def bytes_of_shape(recipe: Recipe, tiles: ElementPlan, shape: Shape, name: str) -> Mapping[str, Mapping[str, int]]:
     """Of a pass at a shape, by kernel and buffer; the most that a call moves where its mask reads what it brings."""
-    account = KernelBytes(recipe, tiles, sizes_of(shape), functools.partial(tile_counts, recipe.variant, shape))
+    account = KernelBytes(recipe, tiles, asdict(shape), functools.partial(tile_counts, recipe.variant, shape))
     return {each: account.of(each, clears_dq=recipe.one_pass) for each in kernels_of(recipe, name)}
 
 
@@ -89,7 +88,7 @@ def bytes_of_call(
     account = KernelBytes(
         recipe,
         tiles,
-        {**values, **sizes_of(shape)},
+        {**values, **asdict(shape)},
         functools.cache(functools.partial(counts_of_call, keep, call)),
         {each.field: each for each in launches.lists if values.get(each.field)},
         asks_lse=bool(values.get("d_lse")),

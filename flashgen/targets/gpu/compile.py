@@ -11,15 +11,12 @@ from dataclasses import dataclass, fields, replace
 
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.plan.plan import CallKind, Spill
-from flashgen.targets.gpu.recipes import Choice
 from flashgen.targets.gpu.registers import harmless_spill
-from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
-from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan, QueryTiles
+from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
+from flashgen.targets.gpu.tiles import OF_KERNEL, AnyTiles, GpuPlan
 from flashgen.toolchains.nvrtc import CudaBinary, Resources
 from flashgen.toolchains.nvrtc_processes import compile_cuda_parts
 
-# Which pass of a plan a kernel belongs to, by what follows its symbol; the others have no tiles.
-_PASSES = {"forward": "forward", "backward": "backward", "keys": "backward", "queries": "queries"}
 # A source in which this stands has kernels that only calls with deterministic=True start.
 _REPEATABLE = re.compile(r"^#if .*\bFLASHGEN_REPEATABLE\b", re.MULTILINE)
 
@@ -75,23 +72,14 @@ def left_out(source: KernelSource, calls: CallKind) -> KernelSource:
 
 def spills_of(plan: GpuPlan, kernels: tuple[Resources, ...]) -> Iterator[Spill]:
     """The tiles whose kernels spill more registers than is harmless."""
-    element = plan.own
     for kernel in kernels:
         name = kernel.name.removeprefix(f"{plan.symbol}_").partition("_")[0]
-        if name not in _PASSES:
-            continue
-        tile: ForwardChoice | BackwardChoice | QueryChoice
-        match _PASSES[name]:
-            case "forward":
-                tile = _choice(ForwardChoice, element.forward)
-            case "backward":
-                tile = _choice(BackwardChoice, element.backward)
-            case _:
-                tile = _choice(QueryChoice, element.queries)
-        if kernel.spill_bytes > harmless_spill(tile):
-            yield Spill(element.element, _PASSES[name], tile, kernel.spill_bytes)
+        tiles = plan.own.of_kernel(name)
+        if tiles is not None and kernel.spill_bytes > harmless_spill(tiles):
+            yield Spill(plan.own.element, OF_KERNEL[name], _choice(tiles), kernel.spill_bytes)
 
 
-def _choice(kind: type[Choice], tiles: ForwardTiles | BackwardTiles | QueryTiles) -> Choice:
+def _choice(tiles: AnyTiles) -> AnyChoice:
     """The row of the planner's tables that tiles were made of."""
+    kind = next(each for each in (ForwardChoice, BackwardChoice, QueryChoice) if isinstance(tiles, each))
     return kind(**{each.name: getattr(tiles, each.name) for each in fields(kind)})

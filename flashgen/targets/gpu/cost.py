@@ -111,7 +111,7 @@ def _main_kernel(
     per_head = counts.column_tiles if isinstance(tiles, BackwardTiles) else counts.row_tiles
     if isinstance(tiles, BackwardTiles):
         per_head = per_head * (shape.heads // max(shape.kv_heads, 1))
-    sharers = _cluster(tiles)
+    sharers = tiles.cluster
     per_head = np.repeat(per_head, sharers)  # each block of a cluster has the tiles of all
     blocks = heads * len(per_head)
     resident = max(1, min(resident, -(-blocks // gpu.sms)))
@@ -120,7 +120,8 @@ def _main_kernel(
     clocks = _clocks(tile, tiles, resident, partial, gpu)
     clocks += resident * max(0, wanted - _most_registers(tiles, gpu)) * SPILL_CLOCKS * tiles.warps / 4
     # The longest blocks of a causal mask come first, whichever way the tiles are numbered.
-    lengths = np.sort(per_head)[::-1] * clocks + _prologue(tiles)
+    is_next = isinstance(tiles, ForwardTiles) and tiles.warpgroups and tiles.tensor_copies
+    lengths = np.sort(per_head)[::-1] * clocks + (NEXT_PROLOGUE if is_next else PROLOGUE)
     makespan, busy = _dealt(lengths, heads, gpu.sms * resident)
     slots = gpu.sms * resident
     alone = {
@@ -144,7 +145,7 @@ def _main_kernel(
 def _resident(tiles: AnyTiles, wanted: int, gpu: Gpu) -> tuple[int, str]:
     """Blocks that fit a multiprocessor at a time, and what they run out of first."""
     unit = multiprocessor_of(gpu.target)
-    warps = tiles.warps + (0 if isinstance(tiles, QueryTiles) else tiles.producers)
+    warps = tiles.warps + tiles.producers
     granule = -(-min(wanted, _most_registers(tiles, gpu)) // 8) * 8  # registers are given to a warp in units of 256
     limits = {
         "shared memory": gpu.target.sm_bytes // (tiles.sram_bytes + RESERVED_SHARED),
@@ -158,8 +159,6 @@ def _resident(tiles: AnyTiles, wanted: int, gpu: Gpu) -> tuple[int, str]:
 
 def _most_registers(tiles: AnyTiles, gpu: Gpu) -> int:
     """Of a thread, where registers are left for further blocks, or for warps that copy, as the plan wants there."""
-    if isinstance(tiles, QueryTiles):
-        return MOST
     if tiles.registers:
         return min(MOST, tiles.registers)
     if tiles.blocks == 1:
@@ -170,18 +169,20 @@ def _most_registers(tiles: AnyTiles, gpu: Gpu) -> int:
 
 def _tile(name: str, variant: Variant, element: ElementType, tiles: AnyTiles, gpu: Gpu, work: PairWork) -> _Tile:
     unit = multiprocessor_of(gpu.target)
-    rows, columns = _sharers(tiles), _cluster(tiles) // _sharers(tiles)  # parts of a tile that blocks have
+    rows, columns = _sharers(tiles), tiles.cluster // _sharers(tiles)  # parts of a tile that blocks have
     pairs = tiles.Br * tiles.Bc // rows
     products = [padded(each) for each in work.products]
     rate = _product_rate(gpu, element, warpgroups=tiles.warpgroups)
     D, Dv = (padded(each) // columns * element.bytes for each in (variant.head_dim.qk, variant.head_dim.v))
     moved = tiles.Br if isinstance(tiles, BackwardTiles) else tiles.Bc
     loaded = float(moved * (D + Dv))
+    # In which schedulers are busy with what no pair asks for.
+    instructions = INSTRUCTIONS * tiles.warps / 4 if tiles.warpgroups and not isinstance(tiles, QueryTiles) else 0.0
     return _Tile(
         units={
             "tensor": 2.0 * pairs * sum(products) / columns / rate / ISSUE,
             "special": pairs * work.specials / unit.specials / ISSUE,
-            "other": pairs * work.others / unit.float_lanes / ISSUE + _instructions(tiles),
+            "other": pairs * work.others / unit.float_lanes / ISSUE + instructions,
             "shared": (_shared_bytes(name, tiles, element, D, Dv) + loaded) / unit.shared_bytes_per_clock / ISSUE,
         },
         mask=pairs * work.mask / unit.float_lanes / ISSUE,
@@ -190,15 +191,10 @@ def _tile(name: str, variant: Variant, element: ElementType, tiles: AnyTiles, gp
     )
 
 
-def _cluster(tiles: AnyTiles) -> int:
-    """Blocks that have a part of a tile each: of its rows, of its keys, or of all columns."""
-    return 1 if isinstance(tiles, QueryTiles) else tiles.cluster
-
-
 def _sharers(tiles: AnyTiles) -> int:
     """Blocks that have a part of a tile's rows, or keys, each, and copy a part of what they all read."""
     divides = isinstance(tiles, ForwardTiles) or (isinstance(tiles, BackwardTiles) and tiles.divides_keys)
-    return _cluster(tiles) if divides else 1
+    return tiles.cluster if divides else 1
 
 
 def _product_rate(gpu: Gpu, element: ElementType, *, warpgroups: bool) -> float:
@@ -262,18 +258,6 @@ def _clocks(tile: _Tile, tiles: AnyTiles, resident: int, partial: float, gpu: Gp
     ahead = tiles.stages > 1 or (isinstance(tiles, ForwardTiles) and tiles.takes_turns)
     hidden = compute if ahead else compute * (resident - 1) / resident
     return compute + max(0.0, resident * tile.loaded / link - hidden) + BARRIER * _barriers(tiles)
-
-
-def _prologue(tiles: AnyTiles) -> int:
-    is_next = isinstance(tiles, ForwardTiles) and tiles.warpgroups and tiles.tensor_copies
-    return NEXT_PROLOGUE if is_next else PROLOGUE
-
-
-def _instructions(tiles: AnyTiles) -> float:
-    """Clocks of a tile in which a multiprocessor's schedulers are busy with what no pair asks for."""
-    if isinstance(tiles, QueryTiles) or not tiles.warpgroups:
-        return 0.0
-    return INSTRUCTIONS * tiles.warps / 4
 
 
 def _barriers(tiles: AnyTiles) -> int:

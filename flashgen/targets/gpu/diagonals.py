@@ -49,14 +49,16 @@ def diagonal_indices(variant: Variant) -> frozenset[str]:
     return frozenset[str]().union(*(index_set(each) for each in diagonal_numbers(variant))) - {"distance"}
 
 
-def diagonal_counts(variant: Variant, times: int = 1, divide: int = 1) -> tuple[Count, ...]:
-    """The diagonals of the heads that the numbers tell apart, those of the queries' side and of the keys'."""
+def diagonal_counts(variant: Variant, times: int = 1, divide: int = 1, tile: int = 1) -> tuple[Count, ...]:
+    """The diagonals of the heads that the numbers tell apart, ``tile`` of them together: those of the queries' side and
+    of the keys'.
+    """
     if not diagonal_numbers(variant):
         return ()
     indices = diagonal_indices(variant)
     heads = tuple(Factor(size) for size, name in (("batch", "b"), ("heads", "h")) if name in indices)
-    lengths = tuple(Count((*heads, Factor(length)), times, divide) for length in ("q_len", "kv_len"))
-    return (*lengths, Count(heads, 2 * BEYOND * times, divide))
+    lengths = tuple(Count((*heads, Factor(length, tile)), times, divide) for length in ("q_len", "kv_len"))
+    return (*lengths, Count(heads, 2 * BEYOND // tile * times, divide))
 
 
 def diagonal_buffers(variant: Variant) -> tuple[Buffer, ...]:
@@ -85,9 +87,4 @@ def has_runs(variant: Variant, gradient: CapturedGradient) -> bool:
 
 def run_buffers(variant: Variant, gradients: int) -> tuple[Buffer, ...]:
     """Of the diagonals, by ``RUN`` of them, the element of each of the gradients, an int."""
-    if not gradients:
-        return ()
-    indices = diagonal_indices(variant)
-    heads = tuple(Factor(size) for size, name in (("batch", "b"), ("heads", "h")) if name in indices)
-    lengths = (Count((*heads, Factor(length, RUN)), 4 * gradients) for length in ("q_len", "kv_len"))
-    return (Buffer(ELEMENTS, Sum((*lengths, Count(heads, 2 * BEYOND // RUN * 4 * gradients)))),)
+    return (Buffer(ELEMENTS, Sum(diagonal_counts(variant, 4 * gradients, tile=RUN))),) if gradients else ()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from flashgen.emit.context import template_values, tidy
 from flashgen.emit.environment import environment
 from flashgen.emit.kernel_source import KernelSource
-from flashgen.kinds.kind import PassName
+from flashgen.kinds.kind import Kind, PassName
 from flashgen.store.headers import headers_of
 from flashgen.targets.gpu.printed.gradients import GradientCode, gradient_code
 from flashgen.targets.gpu.printed.mask import MaskCode, mask_code
@@ -39,6 +39,7 @@ class _Context:
     source: SourceCode
     plan: GpuPlan
     recipe: Recipe
+    kind: Kind
     spec: SpecCode
     mask: MaskCode
     operands: OperandCode
@@ -67,7 +68,7 @@ def emit_cuda(plan: GpuPlan, name: PassName | None = None) -> KernelSource:
 def _context(plan: GpuPlan, passes: Collection[PassName]) -> _Context:
     recipe = plan.recipe
     places = Places(recipe)  # hooks come in the order in which they are placed
-    sinks = place_formulas(recipe, places)
+    place_formulas(recipe, places)
     gradients = gradient_code(recipe, places)
     mask = mask_code(recipe, places.placement, lines=has_warpgroups(plan))
     forward, backward, queries = forward_code(plan), backward_code(plan), query_code(plan)
@@ -76,7 +77,8 @@ def _context(plan: GpuPlan, passes: Collection[PassName]) -> _Context:
         source=source_code(plan, passes, plans, lines=mask.asks_lines),
         plan=plan,
         recipe=recipe,
-        spec=spec_code(recipe, places, sinks),
+        kind=recipe.variant.kind,
+        spec=spec_code(recipe, places),
         mask=mask,
         operands=operand_code(plan, passes),
         forward=forward,

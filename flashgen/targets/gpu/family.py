@@ -25,8 +25,7 @@ class GpuFamily:
         """The name that a board gives, which a row of the table does not know."""
         return
 
-    def by_length(self, device: Gpu, variant: Variant, element: ElementType) -> Rivals | None:
-        """None where nothing is generated in this type. Raises ``SpecError``."""
+    def by_length(self, device: Gpu, variant: Variant, element: ElementType) -> Rivals:
         return rivals(variant, device, element)
 
     def cost(self, device: Gpu, variant: Variant, plan: GpuPlan, shape: Shape) -> tuple[PassReport, ...]:  # noqa: ARG002

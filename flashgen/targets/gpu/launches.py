@@ -101,18 +101,20 @@ def observed_buffers(recipe: Recipe) -> tuple[Buffer, ...]:
     return (*found, *diagonal_buffers(variant), *run_buffers(variant, len(recipe.runs)))
 
 
-def _observe(symbol: str, recipe: Recipe) -> list[Launch]:
+def _observe(plan: GpuPlan) -> list[Launch]:
     """It starts every pass: each has a workspace of its own."""
-    variant = recipe.variant
+    recipe, variant = plan.recipe, plan.recipe.variant
     found = (("q_len", recipe.observed_rows), ("kv_len", recipe.observed_columns))
     granules = (_tiles(variant, length, GRANULE) for length, loads in found if loads)
     ranges = (Count((*_heads(variant), each), divide=128) for each in granules)
     counts = (*ranges, *diagonal_counts(variant, divide=128))
-    return [Launch(f"{symbol}_observe", Sum(counts), 128, 0)] if counts else []
+    return [Launch(f"{plan.symbol}_observe", Sum(counts), 128, 0)] if counts else []
 
 
-def forward_buffers(recipe: Recipe) -> tuple[Buffer, ...]:
-    """The workspace of the forward pass whose blocks are persistent."""
+def forward_buffers(recipe: Recipe, tiles: ForwardTiles) -> tuple[Buffer, ...]:
+    """The workspace of the forward pass. Blocks are persistent that tensor copies serve."""
+    if not tiles.tensor_copies:
+        return observed_buffers(recipe)
     first = (Buffer(TURNED_V, turned_v(recipe.variant)),) if recipe.variant.kind.f8 else ()
     return (*first, *observed_buffers(recipe), Buffer(TILE_COUNTER, Count((), 4), clear=True))
 
@@ -187,23 +189,19 @@ def forward_launches(plan: GpuPlan, *, dropped: bool) -> PassLaunches:
     grid = Count((*_heads(variant), _tiles(variant, "q_len", tiles.Br)), tiles.cluster)
     boxes: tuple[Box, ...] = ()
     if tiles.tensor_copies:
-        boxes = (*_boxes(("q",), tiles.rows, variant, element), *_boxes(("k", "v"), tiles.Bc, variant, element))
+        boxes = (*_boxes(plan, ("q",), tiles.rows), *_boxes(plan, ("k", "v"), tiles.Bc))
         if variant.kind.f8:
             boxes = (*boxes[:-1], Box("v", variant.head_dim.v, panel_width(tiles.Bc, element), 1, turned=True))
         if variant.tangent is not None:
-            boxes += (
-                *_boxes(("t_q",), tiles.Br, variant, element),
-                *_boxes(("t_k", "t_v"), tiles.Bc, variant, element),
-            )
+            boxes += (*_boxes(plan, ("t_q",), tiles.Br), *_boxes(plan, ("t_k", "t_v"), tiles.Bc))
     tile_counter = TileCounter(TILE_COUNTER, tiles.blocks) if tiles.tensor_copies else None
     threads = 32 * (tiles.warps + tiles.producers)
     launch = Launch(name, grid, threads, tiles.sram_bytes, boxes, tile_counter, cluster=tiles.cluster)
-    lists = lists_of_queries(symbol, f"forward_{element}", recipe, element, tiles, launch)
+    lists = lists_of_queries(plan, "forward", tiles, launch)
     turning = Count((*_heads(variant, "kv_heads"), Factor("kv_len", TURNED_KEYS)))
     turn = (Launch(f"{symbol}_turn_{element}", turning, 256, 0),) if variant.kind.f8 else ()
-    launches = (*_observe(symbol, recipe), *made_in_workspace(lists), *turn, launch)
-    buffers = forward_buffers(recipe) if tile_counter else observed_buffers(recipe)
-    return PassLaunches(buffers, launches, lists, variant.kind.operands)
+    launches = (*_observe(plan), *made_in_workspace(lists), *turn, launch)
+    return PassLaunches(forward_buffers(recipe, tiles), launches, lists, variant.kind.operands)
 
 
 def work_tiles(tiles: ForwardTiles) -> Count:
@@ -302,10 +300,9 @@ def block_launches(plan: GpuPlan) -> PassLaunches:
     return PassLaunches(block_buffers(variant, element), launches, operands=variant.kind.operands)
 
 
-def _boxes(
-    tensors: tuple[str, ...], rows: int, variant: Variant, element: ElementType, parts: int = 1
-) -> tuple[Box, ...]:
+def _boxes(plan: GpuPlan, tensors: tuple[str, ...], rows: int, parts: int = 1) -> tuple[Box, ...]:
     """One panel each of a tile of these tensors, or of so many parts of their columns."""
+    variant, element = plan.recipe.variant, plan.own.element
     operands = variant.kind.operands
     widths = {name: padded(operands[name].columns(variant.head_dim)) // parts for name in tensors}
     return tuple(Box(name, rows, panel_width(width, element), element.bytes) for name, width in widths.items())
@@ -330,7 +327,7 @@ def backward_launches(
     key_grid = Count((*_heads(variant, "kv_heads"), _tiles(variant, "kv_len", tiles.backward.Bc)), cluster)
     query_grid = Count((*_heads(variant), _tiles(variant, "q_len", tiles.queries.Br)))
     brought = ("q", "d_o") if tiles.backward.tensor_copies else ()
-    boxes = _boxes(brought, tiles.backward.Br, variant, element, tiles.backward.column_parts)
+    boxes = _boxes(plan, brought, tiles.backward.Br, tiles.backward.column_parts)
 
     def rows(how: str = "", *, clears: bool = False) -> list[Launch]:
         if not recipe.row_state:
@@ -354,8 +351,8 @@ def backward_launches(
         name = f"{symbol}_queries_{suffix}{how}"
         return Launch(name, query_grid, 32 * tiles.queries.warps, tiles.queries.sram_bytes)
 
-    observe = _observe(symbol, recipe)
-    lists = lists_of_keys(symbol, f"keys_{element}", recipe, element, tiles.backward, keys("keys"))
+    observe = _observe(plan)
+    lists = lists_of_keys(plan, "keys", tiles.backward, keys("keys"))
     if not deterministic and recipe.one_pass:
         convert = Count((*_heads(variant), _tiles(variant, "q_len", 16)), divide=4)
         convert_launch = Launch(f"{symbol}_convert_{element}", convert, 128, 0)
@@ -370,7 +367,7 @@ def backward_launches(
             for each in stored_whole(recipe, tiles.backward)
         }
         return PassLaunches(buffers, tuple(launches), lists, variant.kind.operands, whole=whole)
-    lists += lists_of_queries(symbol, f"queries_{element}", recipe, element, tiles.queries, queries())
+    lists += lists_of_queries(plan, "queries", tiles.queries, queries())
     launches = [*observe, *made_in_workspace(lists)]
     if not deterministic or not recipe.captured:
         buffers = exact_buffers(recipe) if deterministic else atomic_buffers(recipe, persistent=False)

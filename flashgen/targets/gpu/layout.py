@@ -31,9 +31,14 @@ class Layout:
     last: Part | None = None
 
     @property
+    def all(self) -> tuple[Part, ...]:
+        """The parts, and what comes last."""
+        return self.parts if self.last is None else (*self.parts, self.last)
+
+    @property
     def offsets(self) -> Mapping[str, int]:
         """Where each part begins, in bytes."""
-        at, found = 0, {}
+        at, found = 0, {} if self.last is None else {self.last.name: 0}
         for each in self.parts:
             at += -at % each.align if each.size else 0
             found[each.name] = at
@@ -69,7 +74,7 @@ class Printed:
 
 def printed(name: str, comment: str, parameters: str, layouts: Mapping[str, Layout]) -> Printed:
     """The structs ``name<…>``, by their template arguments. What no layout has is not printed."""
-    parts = {each.name: each for layout in layouts.values() for each in (*layout.parts, *_last(layout)) if each.size}
+    parts = {each.name: each for layout in layouts.values() for each in layout.all if each.size}
     lines = [f"// {comment}", f"template <{parameters}> struct {name};"]
     same: dict[Layout, str] = {}
     for arguments, layout in layouts.items():
@@ -78,23 +83,18 @@ def printed(name: str, comment: str, parameters: str, layouts: Mapping[str, Layo
             lines.append(f"template <> struct {name}<{arguments}> : {name}<{first}> {{}};")
             continue
         lines.append(f"template <> struct {name}<{arguments}> {{")
-        sizes = {each.name: each.size for each in (*layout.parts, *_last(layout))}
-        places = {**layout.offsets, **{each.name: 0 for each in _last(layout)}}
-        lines += [_constants(each, places.get(each.name, 0), sizes.get(each.name, 0)) for each in parts.values()]
+        sizes, places = {each.name: each.size for each in layout.all}, layout.offsets
+        lines += [
+            f"  static constexpr int {each.name} = {places.get(each.name, 0)}, "
+            f"{each.name}_bytes = {sizes.get(each.name, 0)};  // {each.title}"
+            for each in parts.values()
+        ]
         lines += [f"  static constexpr int bytes = {layout.bytes};", "};"]
     checks = [
         f'  static_assert(Memory::{each.name}_bytes == {each.holds}, "{each.title}: what the plan counts");'
         for each in parts.values()
     ]
     return Printed("\n".join(lines), "\n".join(checks).strip())
-
-
-def _last(layout: Layout) -> tuple[Part, ...]:
-    return () if layout.last is None else (layout.last,)
-
-
-def _constants(part: Part, at: int, size: int) -> str:
-    return f"  static constexpr int {part.name} = {at}, {part.name}_bytes = {size};  // {part.title}"
 
 
 @dataclass(frozen=True)

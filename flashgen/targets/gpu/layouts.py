@@ -7,8 +7,6 @@ each.
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 from flashgen.analysis.levels import Level
 from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
@@ -36,12 +34,7 @@ from flashgen.targets.gpu.model import (
     visit_list,
 )
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
-from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, QueryTiles
-
-_Forward: TypeAlias = ForwardChoice | ForwardTiles
-_Backward: TypeAlias = BackwardChoice | BackwardTiles
-_Queries: TypeAlias = QueryChoice | QueryTiles
+from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
 
 
 def staged_row(recipe: Recipe, Bc: int) -> int:
@@ -53,7 +46,17 @@ def staged_row(recipe: Recipe, Bc: int) -> int:
     return 16 * (Bc * element_of(recipe.variant, recipe.ahead).bytes // 16 | 1)
 
 
-def forward_layout(recipe: Recipe, element: ElementType, tiles: _Forward) -> Layout:
+def layout_of(recipe: Recipe, element: ElementType, tiles: AnyChoice, *, with_dq: bool = True) -> Layout:
+    """That of a block with these tiles; of dK and dV ``with_dq``: it adds up dQ as well."""
+    match tiles:
+        case ForwardChoice():
+            return forward_layout(recipe, element, tiles)
+        case BackwardChoice():
+            return backward_layout(recipe, element, tiles, with_dq=with_dq)
+    return query_layout(recipe, element, tiles)
+
+
+def forward_layout(recipe: Recipe, element: ElementType, tiles: ForwardChoice) -> Layout:
     """Q, rings of K and V, P where warps share rows, the visits, norms and signals.
 
     Norms are there where the score uses them, signals where tensor copies have some, pages over caches. V of 8 bits is
@@ -151,13 +154,13 @@ def forward_layout(recipe: Recipe, element: ElementType, tiles: _Forward) -> Lay
     )
 
 
-def opens(recipe: Recipe, tiles: _Forward) -> bool:
+def opens(recipe: Recipe, tiles: ForwardChoice) -> bool:
     """Whether a persistent block of warps that do all finds by itself what the next query tile visits, and where."""
     alone = tiles.tensor_copies and not tiles.producers and not tiles.begins_next
     return alone and not recipe.variant.kind.ragged and not recipe.has_lists
 
 
-def _block_layout(variant: Variant, element: ElementType, tiles: _Forward) -> Layout:
+def _block_layout(variant: Variant, element: ElementType, tiles: ForwardChoice) -> Layout:
     """K and V of a block of keys, for each four warps two tiles of Q, and what an item has."""
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
     of_q = 2 * (tiles.warps // 4) * tile_bytes(64, D, element)
@@ -177,7 +180,7 @@ def fits_blocks(variant: Variant, element: ElementType, block_bytes: int) -> boo
     return _block_layout(variant, element, ForwardChoice(64, variant.listed.block, 4)).bytes <= block_bytes
 
 
-def backward_layout(recipe: Recipe, element: ElementType, tiles: _Backward, *, with_dq: bool) -> Layout:
+def backward_layout(recipe: Recipe, element: ElementType, tiles: BackwardChoice, *, with_dq: bool) -> Layout:
     """K, V, rings of Q and dO, dS and (where warps share keys) P, what rows carry, the visits, sums over the block.
 
     Rows carry what the mask reads by row, too. Signals where tensor copies have some. Persistent blocks for several key
@@ -261,7 +264,7 @@ def backward_layout(recipe: Recipe, element: ElementType, tiles: _Backward, *, w
     return Layout(parts)
 
 
-def query_layout(recipe: Recipe, element: ElementType, tiles: _Queries) -> Layout:
+def query_layout(recipe: Recipe, element: ElementType, tiles: QueryChoice) -> Layout:
     """Q, dO, rings of K and V, dS where warps share rows, what rows carry, the visits."""
     variant, Br, Bc, stages = recipe.variant, tiles.Br, tiles.Bc, tiles.stages
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)

@@ -1,20 +1,19 @@
 """Stage 3, plan for GPUs: lists of the tiles that each tile visits, made once for all heads that share a mask.
 
-In: a ``Recipe``, the tiles of a pass. Out: ``VisitLists``: of masks over positions the host keeps them for later calls
-(``hosts/lists.py``), of masks over captured tensors each call makes its own (``hosts/schedule.py``). The kernels
-that write them, and what lies where, are in ``templates/cuda/lists.cuh.jinja``.
+In: a ``GpuPlan`` of one element type, the tiles of a pass. Out: ``VisitLists``: of masks over positions the host keeps
+them for later calls (``hosts/lists.py``), of masks over captured tensors each call makes its own
+(``hosts/schedule.py``). The kernels that write them, and what lies where, are in ``templates/cuda/lists.cuh.jinja``.
 """
 
 from __future__ import annotations
 
 from flashgen.analysis.levels import mask_axes
-from flashgen.ir.types import ElementType
 from flashgen.kinds.field import Field
 from flashgen.plan.arguments import argument_fields, mask_params, mask_sizes, param_field, param_place_field
 from flashgen.plan.launches import Count, Factor, Launch, Order, VisitLists
 from flashgen.targets.gpu.model import FLOAT, VISIT_LIST, WINDOW
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, QueryTiles
+from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan, QueryTiles
 
 CHUNK = 16  # bytes
 TILES_OF_CHUNK = 8
@@ -40,28 +39,25 @@ def cuda_fields(recipe: Recipe) -> tuple[Field, ...]:
 
 
 def lists_of_queries(
-    symbol: str, which: str, recipe: Recipe, element: ElementType, tiles: ForwardTiles | QueryTiles, readers: Launch
+    plan: GpuPlan, kernel: str, tiles: ForwardTiles | QueryTiles, readers: Launch
 ) -> tuple[VisitLists, ...]:
-    """The key tiles of each query tile, if there are lists. ``which``: the end of the names of the kernels."""
-    own, visited = ("q_len", tiles.Br), ("kv_len", tiles.Bc)
-    return _lists(OF_QUERIES, symbol, which, recipe, element, own, visited, readers)
+    """The key tiles of each query tile that a kernel goes through, if there are lists."""
+    return _lists(OF_QUERIES, plan, kernel, ("q_len", tiles.Br), ("kv_len", tiles.Bc), readers)
 
 
-def lists_of_keys(
-    symbol: str, which: str, recipe: Recipe, element: ElementType, tiles: BackwardTiles, readers: Launch
-) -> tuple[VisitLists, ...]:
+def lists_of_keys(plan: GpuPlan, kernel: str, tiles: BackwardTiles, readers: Launch) -> tuple[VisitLists, ...]:
     """The query tiles of each key tile."""
-    own, visited = ("kv_len", tiles.Bc), ("q_len", tiles.Br)
-    return _lists(OF_KEYS, symbol, which, recipe, element, own, visited, readers)
+    return _lists(OF_KEYS, plan, kernel, ("kv_len", tiles.Bc), ("q_len", tiles.Br), readers)
 
 
-def _order(field: str, recipe: Recipe, element: ElementType) -> Order | None:
+def _order(field: str, plan: GpuPlan) -> Order | None:
     """K and V are what blocks of queries read; Q, dO and the sums of dQ are those of keys."""
-    if not recipe.longest_first:
+    variant, of_keys = plan.recipe.variant, field == OF_KEYS
+    if not plan.recipe.longest_first:
         return None
-    head_dim, of_keys = recipe.variant.head_dim, field == OF_KEYS
-    width = (head_dim.qk + head_dim.v) * element.bytes + of_keys * head_dim.qk * FLOAT
-    heads, axes = (Factor("kv_heads" if of_keys else "heads"),), mask_axes(recipe.variant.keep)
+    head_dim, axes = variant.head_dim, mask_axes(variant.keep)
+    width = (head_dim.qk + head_dim.v) * plan.own.element.bytes + of_keys * head_dim.qk * FLOAT
+    heads = (Factor("kv_heads" if of_keys else "heads"),)
     if "hkv" in axes:  # whose blocks read the same K and V
         return Order(GROUPS[field], Count(heads), Count((), 0), Factor("kv_heads"))
     return Order(
@@ -77,18 +73,12 @@ def made_in_workspace(lists: tuple[VisitLists, ...]) -> tuple[Launch, ...]:
 
 
 def _lists(
-    field: str,
-    symbol: str,
-    which: str,
-    recipe: Recipe,
-    element: ElementType,
-    own: tuple[str, int],
-    visited: tuple[str, int],
-    readers: Launch,
+    field: str, plan: GpuPlan, kernel: str, own: tuple[str, int], visited: tuple[str, int], readers: Launch
 ) -> tuple[VisitLists, ...]:
+    recipe, which = plan.recipe, f"{kernel}_{plan.own.element}"
     if not recipe.has_lists:
         return ()
-    keep, order = recipe.variant.keep, _order(field, recipe, element)
+    keep, order = recipe.variant.keep, _order(field, plan)
     axes = mask_axes(keep)
     masks = [Factor(size) for axis, size in (("b", "batch"), ("h", "heads"), ("hkv", "kv_heads")) if axis in axes]
     lists = (*masks, Factor(*own))
@@ -98,11 +88,11 @@ def _lists(
         Count((*lists, Factor(length, WINDOW * tile)), copies * CHUNK),
         Count((*lists, Factor(length, TILES_OF_CHUNK * tile)), copies * CHUNK),
     ]
-    launches = [Launch(f"{symbol}_visits_of_{which}", Count(lists), _THREADS, VISIT_LIST, makes=field)]
+    launches = [Launch(f"{plan.symbol}_visits_of_{which}", Count(lists), _THREADS, VISIT_LIST, makes=field)]
     if order:
         parts.append(Count(lists, LENGTH))
         ordering = Count(lists, divide=_ORDERED)
-        launches.append(Launch(f"{symbol}_order_of_{which}", ordering, _THREADS, 0, makes=field))
+        launches.append(Launch(f"{plan.symbol}_order_of_{which}", ordering, _THREADS, 0, makes=field))
     found = VisitLists(
         field=field,
         tiles=(own[1], tile),

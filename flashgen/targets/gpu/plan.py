@@ -7,8 +7,8 @@ fits the shared memory of a block is taken. Kernels that turned out to spill reg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from flashgen.analysis.variant import Variant
@@ -17,7 +17,7 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.plan import Rejection, Spill, kib
 from flashgen.plan.recipe import Decision
 from flashgen.targets.gpu.architecture import Architecture
-from flashgen.targets.gpu.layouts import backward_layout, forward_layout, query_layout
+from flashgen.targets.gpu.layouts import layout_of
 from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, limits, limits_of_schedule
 from flashgen.targets.gpu.model import (
     BESIDE_SUMS,
@@ -29,15 +29,9 @@ from flashgen.targets.gpu.model import (
     registers,
 )
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.recipes import (
-    AnyChoice,
-    Candidate,
-    Choice,
-    Recipes,
-    candidates,
-)
+from flashgen.targets.gpu.recipes import Recipes, candidates
 from flashgen.targets.gpu.registers import accumulators, harmless_spill, still_spilled
-from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
+from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.gpu.tiles import (
     BackwardTiles,
     ElementPlan,
@@ -107,7 +101,11 @@ def _plan_element(
     """The tiles of one element type; None, with a reason, where a pass has none that fits."""
     variant = recipe.variant
 
-    def choose(pass_name: str, found: Sequence[Candidate[Choice]], size: Callable[[Any], int]) -> Choice | None:
+    def size(choice: AnyChoice) -> int:
+        return layout_of(recipe, element, choice).bytes
+
+    def choose(pass_name: str) -> Any:
+        found = candidates(pass_name, recipe, element, target, recipes)
         is_forward = bool(found) and isinstance(found[-1].row, ForwardChoice)
         if found and (variant.kind.backward_only if is_forward else variant.kind.forward_only):
             return found[-1].row  # there are no such kernels: any will do
@@ -135,29 +133,18 @@ def _plan_element(
         reasons.append(f"{pass_name}, {element}: left out, because no tile fits")
         return None
 
-    def forward_size(choice: ForwardChoice) -> int:
-        return forward_layout(recipe, element, choice).bytes
-
-    def backward_size(choice: BackwardChoice) -> int:
-        return backward_layout(recipe, element, choice, with_dq=True).bytes
-
-    def query_size(choice: QueryChoice) -> int:
-        return query_layout(recipe, element, choice).bytes
-
-    forward = choose("forward", candidates("forward", recipe, element, target, recipes), forward_size)
-    backward = choose("backward", candidates("backward", recipe, element, target, recipes), backward_size)
-    queries = choose("queries", candidates("queries", recipe, element, target, recipes), query_size)
+    forward: ForwardChoice | None = choose("forward")
+    backward: BackwardChoice | None = choose("backward")
+    queries: QueryChoice | None = choose("queries")
     if forward is None or backward is None or queries is None:
         return None
     finding, copying = _finding(recipe, element, forward), _shares(backward, COPYING_REGISTERS)
     return ElementPlan(
         element,
-        ForwardTiles(
-            sram_bytes=forward_size(forward), registers=finding[0], producer_registers=finding[1], **asdict(forward)
-        ),
+        ForwardTiles(sram_bytes=size(forward), registers=finding[0], producer_registers=finding[1], **asdict(forward)),
         BackwardTiles(
-            sram_bytes=backward_size(backward),
-            keys_sram_bytes=backward_layout(recipe, element, backward, with_dq=False).bytes,
+            sram_bytes=size(backward),
+            keys_sram_bytes=layout_of(recipe, element, backward, with_dq=False).bytes,
             dq_column_groups=dq_column_groups(padded(variant.head_dim.qk), backward.Br, backward.warps, element)
             if backward.warpgroups and not backward.dq_in_halves
             else 1,
@@ -165,7 +152,7 @@ def _plan_element(
             producer_registers=copying[1],
             **asdict(backward),
         ),
-        QueryTiles(sram_bytes=query_size(queries), **asdict(queries)),
+        QueryTiles(sram_bytes=size(queries), **asdict(queries)),
     )
 
 
@@ -189,19 +176,16 @@ def _describe(choice: AnyChoice) -> str:
 
 def _pinned(variant: Variant) -> Span | None:
     """Where the schedule stands that leaves no other tiles; None where it pins nothing."""
-    schedule = variant.spec.schedule
-    pins = asdict(replace(schedule, span=None))
-    return schedule.span if any(value is not None for value in pins.values()) else None
+    return variant.spec.schedule.span if variant.spec.schedule.pins else None
 
 
 def _shortage(
     recipe: Recipe, element: ElementType, sram: int, reasons: Sequence[str], rejected: Sequence[Rejection]
 ) -> Iterator[str]:
     """What the smallest tiles need and for what, and what was considered for the passes that were left out."""
-    forward, backward = ForwardChoice(16, 16, 1), BackwardChoice(16, 16, 1)
     kept = {
-        "forward": forward_layout(recipe, element, forward).buffers,
-        "backward": backward_layout(recipe, element, backward, with_dq=recipe.one_pass).buffers,
+        name: layout_of(recipe, element, each, with_dq=recipe.one_pass).buffers
+        for name, each in (("forward", ForwardChoice(16, 16, 1)), ("backward", BackwardChoice(16, 16, 1)))
     }
     for name, sizes in kept.items():
         if sum(sizes.values()) > sram:

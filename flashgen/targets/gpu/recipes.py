@@ -20,13 +20,12 @@ from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.layouts import forward_layout
 from flashgen.targets.gpu.model import element_of_keys, padded
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
+from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.gpu.tiles import ForwardTiles
 
 MOST_WARPS = 16
 _FEW_ROWS = (16, 32)
 
-AnyChoice: TypeAlias = ForwardChoice | BackwardChoice | QueryChoice
 Choice = TypeVar("Choice", ForwardChoice, BackwardChoice, QueryChoice)
 
 
@@ -79,9 +78,7 @@ def forward(recipe: Recipe, element: ElementType, on: Architecture) -> Considere
     variant = recipe.variant
     if variant.kind.cached:
         table = tables.SINGLE_CACHED if element is ElementType.F32 else tables.HALF_CACHED
-        width = padded(variant.head_dim.v)
-        rows = [row for row in rows_for(variant, table) if width % (16 * row.split) == 0]  # parts of one length
-        return Considered(rows, (rules.FEW_ROWS,))
+        return Considered(divided(rows_for(variant, table), variant.head_dim.v), (rules.FEW_ROWS,))
     if variant.listed is not None:
         rows = [ForwardChoice(16 * warps, variant.listed.block, warps) for warps in (8, 4)]
         return Considered(rows, (rules.BY_BLOCKS,))
@@ -92,18 +89,13 @@ def forward(recipe: Recipe, element: ElementType, on: Architecture) -> Considere
         return Considered(rows_for(variant, tables.SINGLE_FORWARD), (rules.WARPS,))
     rows, why = rows_for(variant, tables.HALF_FORWARD), [rules.WARPS]
     if not is_plain(variant) or on.capability < 80:  # without cp.async copies take registers, too
-        most = rules.NARROW_SCORES.limit
-        rows = [row for row in rows if _accumulators(row, padded(variant.head_dim.v)) <= most] or rows
+        most, Dv = rules.NARROW_SCORES.limit, padded(variant.head_dim.v)  # of registers for scores and O
+        rows = [row for row in rows if row.Br * (row.Bc + Dv) // (32 * row.warps) <= most] or rows
         why.append(rules.NARROW_SCORES)
     if on.sm_bytes <= rules.TWO_BLOCKS.limit and 64 < variant.head_dim.qk <= 128:
         rows.sort(key=lambda row: row.Bc != 32 or row.Br != 128)
         why.append(rules.TWO_BLOCKS)
     return Considered(rows, tuple(why))
-
-
-def _accumulators(choice: ForwardChoice, head_dim: int) -> int:
-    """Registers of a thread that hold its scores and its part of O."""
-    return choice.Br * (choice.Bc + head_dim) // (32 * choice.warps)
 
 
 def backward(recipe: Recipe, element: ElementType, on: Architecture) -> Considered[BackwardChoice]:  # noqa: ARG001 - see above
@@ -113,8 +105,7 @@ def backward(recipe: Recipe, element: ElementType, on: Architecture) -> Consider
         table = tables.SINGLE_JVP_BACKWARD if element is ElementType.F32 else tables.HALF_JVP_BACKWARD
         return Considered(rows_for(variant, table), (rules.WARPS,))
     rows = rows_for(variant, tables.SINGLE_BACKWARD if element is ElementType.F32 else tables.HALF_BACKWARD)
-    widths = (padded(variant.head_dim.qk), padded(variant.head_dim.v))
-    rows = [row for row in rows if all(width % (16 * row.split) == 0 for width in widths)]  # parts of one length
+    rows = divided(rows, variant.head_dim.qk, variant.head_dim.v)
     if variant.head_dim.qk <= rules.DIVIDED_HEADS.limit or has_light_mask(variant):
         return Considered(rows, (rules.WARPS,))
     rows.sort(key=lambda row: row.split == 1)
@@ -136,10 +127,17 @@ def rows_for(variant: Variant, table: tuple[tuple[int, tuple[Choice, ...]], ...]
     return list(next(rows for most, rows in table if larger <= most))
 
 
+def divided(rows: list[Choice], *widths: int) -> list[Choice]:
+    """Those whose warps share rows in parts of one length."""
+    return [row for row in rows if all(padded(width) % (16 * row.split) == 0 for width in widths)]
+
+
 def complete(recipe: Recipe, element: ElementType, row: AnyChoice, on: Architecture) -> Candidate[Any]:  # noqa: ARG001
     """How products of one warp go with a row: warps are alike, copy for themselves, and a block has one tile."""
+    few = "a cache has few rows of queries, a warpgroup 64"
+    why = few if recipe.variant.kind.cached else "no row of warpgroups goes with it"
     decisions: tuple[Decision, ...] = (
-        Decision("products", "of one warp (mma.sync)", _why_one_warp(recipe.variant), FORCED),
+        Decision("products", "of one warp (mma.sync)", why, FORCED),
         Decision.by("staging", "async copies", rules.COPIES_BY_ALL),
         Decision.by("roles", "all warps alike", rules.COPIES_BY_ALL),
         Decision.by("tile order", "one tile a block", rules.ONE_TILE_A_BLOCK),
@@ -188,14 +186,6 @@ def _weighing(tiles: ForwardTiles, element: ElementType) -> ForwardTiles:
     return replace(tiles, weighed=_weighed(tiles.Bc, tiles.split, element)) if tiles.split > 1 else tiles
 
 
-def _why_one_warp(variant: Variant) -> str:
-    return (
-        "a cache has few rows of queries, a warpgroup 64"
-        if variant.kind.cached
-        else "no row of warpgroups goes with it"
-    )
-
-
 def _weighed(positions: int, split: int, element: ElementType) -> int:
     """A warp's part of a tile's keys, or queries, in whole operands: those of 16 bits come in pairs of 8 columns."""
     return max(positions // split, 8 if element is ElementType.F32 else 16)
@@ -239,11 +229,7 @@ def _copies_rows(variant: Variant, element: ElementType, row: AnyChoice) -> bool
         return True
     element = element_of_keys(variant, element)
     chunks = (padded(width) * element.bytes // 16 for width in (variant.head_dim.qk, variant.head_dim.v))
-    return all(threads % _power_of_two_above(min(count, threads)) == 0 for count in chunks)
-
-
-def _power_of_two_above(count: int) -> int:
-    return 1 << (count - 1).bit_length()
+    return all(threads % (1 << (min(count, threads) - 1).bit_length()) == 0 for count in chunks)
 
 
 def _pinned(rows: list[Choice], Br: int | None, Bc: int | None, warps: int | None, stages: int | None) -> list[Choice]:
@@ -311,5 +297,5 @@ def _warpgroup_problems(choice: AnyChoice) -> Iterator[str]:
         yield "a warpgroup has 64 rows of dQ"
     if (choice.stages != 2 and choice.split == 1) or width > 256:
         yield "warpgroups have two stages of at most 256 rows"
-    if not isinstance(choice, QueryChoice) and choice.blocks > 1 and choice.blocks * choice.warps > MOST_WARPS:
+    if choice.blocks > 1 and choice.blocks * choice.warps > MOST_WARPS:
         yield "the blocks of a multiprocessor leave a thread 128 registers"

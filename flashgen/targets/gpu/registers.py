@@ -13,9 +13,7 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.plan.plan import Spill
 from flashgen.targets.gpu.model import padded
-from flashgen.targets.gpu.recipes import AnyChoice
-from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
-from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, QueryTiles
+from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
 
 MOST = 255  # of a thread, on every architecture
 # Beside the accumulators. Compiled kernels for causal attention take 40 to 85 more in 16 bits, 42 to 103 in float32,
@@ -32,26 +30,24 @@ _SPILLED_BYTES = 8
 # In which tiles differ that have as many registers a thread.
 _FREE = ("Br", "Bc", "stages", "q_in_registers", "split", "dq_sent")
 
-AnyTiles = ForwardTiles | BackwardTiles | QueryTiles
 
-
-def accumulators(variant: Variant, element: ElementType, tiles: AnyTiles | AnyChoice) -> int:
+def accumulators(variant: Variant, element: ElementType, tiles: AnyChoice) -> int:
     """Registers that hold what a kernel sums up, the scores of its tile, and query rows that stay."""
     D, Dv, pairs = padded(variant.head_dim.qk), padded(variant.head_dim.v), tiles.Br * tiles.Bc
     match tiles:
-        case ForwardTiles() | ForwardChoice():  # O, S, and their tangents
+        case ForwardChoice():  # O, S, and their tangents
             rows, pairs = tiles.rows, pairs // tiles.cluster
             numbers = rows * Dv + max(pairs, rows * tiles.weighed * tiles.split)
             numbers *= 1 if variant.tangent is None else 2
             numbers += rows * D * element.bytes // 4 if tiles.q_in_registers else 0
             numbers += pairs // 4 if variant.kind.f8 else 0  # P
-        case BackwardTiles() | BackwardChoice():  # dK, dV, S, dP
+        case BackwardChoice():  # dK, dV, S, dP
             at_a_time, pairs = tiles.weighed * tiles.split * tiles.keys, tiles.Br * tiles.keys
             pairs = at_a_time if tiles.dq_in_halves else max(pairs, at_a_time)  # warps that weigh none have room, too
             numbers = tiles.keys * (D + Dv) // tiles.column_parts + 2 * pairs
             numbers += 2 * pairs if element is ElementType.F32 else 0  # what is lost of P and dS in TF32
             numbers += 0 if variant.tangent is None else 2 * pairs  # what both change by
-        case QueryTiles() | QueryChoice():  # dQ, S, dP
+        case QueryChoice():  # dQ, S, dP
             numbers = tiles.Br * D + 2 * max(pairs, tiles.Br * tiles.weighed * tiles.split)
     return -(-numbers // (32 * tiles.warps))
 
@@ -72,7 +68,7 @@ def still_spilled(variant: Variant, spill: Spill, choice: AnyChoice) -> int:
     return max(0, spill.bytes - _SPILLED_BYTES * saved)
 
 
-def registers(variant: Variant, element: ElementType, tiles: AnyTiles) -> int:
+def registers(variant: Variant, element: ElementType, tiles: AnyChoice) -> int:
     """The estimate; more than ``MOST`` where a kernel will spill."""
     splitting = _SPLITTING if element is ElementType.F32 else 0
     return accumulators(variant, element, tiles) + _BESIDE + splitting

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
@@ -13,11 +12,11 @@ from flashgen.plan.report import PassReport, pass_report, reason_of
 from flashgen.targets.gpu.alternatives import gpu_runners_up
 from flashgen.targets.gpu.bytes import kernels_of
 from flashgen.targets.gpu.cost import pass_time
-from flashgen.targets.gpu.layouts import backward_layout, forward_layout, query_layout
+from flashgen.targets.gpu.layouts import layout_of
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice
-from flashgen.targets.gpu.tiles import AnyTiles, BackwardTiles, ForwardTiles, GpuPlan
+from flashgen.targets.gpu.tiles import OF_KERNEL, GpuPlan
 
 
 def pass_reports(gpu: Gpu, shape: Shape, decisions: GpuPlan) -> tuple[PassReport, ...]:
@@ -27,7 +26,7 @@ def pass_reports(gpu: Gpu, shape: Shape, decisions: GpuPlan) -> tuple[PassReport
         element = tiles.element
         for name in PASSES:
             found = ((kernel, tiles.of_kernel(kernel)) for kernel in kernels_of(recipe, name))
-            used = {_NAMES.get(kernel, kernel): each for kernel, each in found if each is not None}
+            used = {OF_KERNEL[kernel]: each for kernel, each in found if each is not None}
             first = next(iter(used.values()))
             reports.append(
                 pass_report(
@@ -36,7 +35,10 @@ def pass_reports(gpu: Gpu, shape: Shape, decisions: GpuPlan) -> tuple[PassReport
                     recipe.variant,
                     shape,
                     tiles=tuple(used.values()),
-                    buffers={kernel: _buffers(recipe, element, each) for kernel, each in used.items()},
+                    buffers={
+                        kernel: layout_of(recipe, element, each, with_dq=recipe.one_pass).buffers
+                        for kernel, each in used.items()
+                    },
                     time=pass_time(recipe, tiles, gpu, shape, name),
                     sram=gpu.target.block_bytes,
                     kernel_bytes=functools.partial(_tile_bytes, recipe, element, name),
@@ -47,21 +49,7 @@ def pass_reports(gpu: Gpu, shape: Shape, decisions: GpuPlan) -> tuple[PassReport
     return tuple(reports)
 
 
-_NAMES = {"keys": "backward"}  # the buffers of dK and dV, whoever computes dQ
-
-
-def _buffers(recipe: Recipe, element: ElementType, tiles: AnyTiles) -> Mapping[str, int]:
-    match tiles:
-        case ForwardTiles():
-            return forward_layout(recipe, element, tiles).buffers
-        case BackwardTiles():
-            return backward_layout(recipe, element, tiles, with_dq=recipe.one_pass).buffers
-    return query_layout(recipe, element, tiles).buffers
-
-
 def _tile_bytes(recipe: Recipe, element: ElementType, name: str, blocks: BlockSizes) -> int:
     """What a kernel keeps with tiles of this size."""
-    if name == "forward":
-        return forward_layout(recipe, element, ForwardChoice(blocks.Br, blocks.Bc, 1)).bytes
-    tiles = BackwardChoice(blocks.Br, blocks.Bc, blocks.Bc // 16)
-    return backward_layout(recipe, element, tiles, with_dq=True).bytes
+    forward, keys = ForwardChoice(blocks.Br, blocks.Bc, 1), BackwardChoice(blocks.Br, blocks.Bc, blocks.Bc // 16)
+    return layout_of(recipe, element, forward if name == "forward" else keys).bytes

@@ -1,12 +1,12 @@
-"""Stage 3, plan for GPUs: the kernels that calls start. A source holds these and no other.
+"""Stage 3, plan for GPUs: the launches of a kind of call, and the kernels that calls start. A source holds these alone.
 
-In: a ``GpuPlan`` of one element type, passes. Out: the launch of each kernel by its name. Templates
+In: a ``GpuPlan`` of one element type, a pass. Out: ``PassLaunches``; the launch of each kernel by its name. Templates
 leave out what is not among them, and a package says of each kernel of a binary what its launch says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from itertools import product
 
 from flashgen.kinds.kind import PassName
@@ -15,26 +15,24 @@ from flashgen.targets.gpu.launches import backward_launches, block_launches, cac
 from flashgen.targets.gpu.tiles import GpuPlan
 
 
-def started(plan: GpuPlan, passes: Collection[PassName]) -> Mapping[str, Launch]:
-    """Every launch of these passes, by its kernel."""
-    found: dict[str, Launch] = {}
-    for each in _launches(plan, passes):
-        found |= each.kernels
-    return found
-
-
-def _launches(plan: GpuPlan, passes: Collection[PassName]) -> Iterator[PassLaunches]:
-    """A pass for each kind of call."""
+def pass_launches(
+    plan: GpuPlan, name: PassName, *, dropped: bool, deterministic: bool, captured: bool = True, turns: bool = False
+) -> PassLaunches:
+    """The launches of a pass; see ``backward_launches``."""
     variant = plan.recipe.variant
     if variant.listed is not None:
-        yield block_launches(plan)
-        return
+        return block_launches(plan)
     if variant.kind.cached:
-        yield cached_launches(plan)
-        return
-    both = (False, True)
-    for dropped in both if variant.spec.dropout is not None else both[:1]:
-        if "forward" in passes:
-            yield forward_launches(plan, dropped=dropped)
-        for deterministic, captured in product(both, both) if "backward" in passes else ():
-            yield backward_launches(plan, dropped=dropped, deterministic=deterministic, captured=captured)
+        return cached_launches(plan)
+    if name == "forward":
+        return forward_launches(plan, dropped=dropped)
+    return backward_launches(plan, dropped=dropped, deterministic=deterministic, captured=captured, turns=turns)
+
+
+def started(plan: GpuPlan, passes: Collection[PassName]) -> Mapping[str, Launch]:
+    """Every launch of these passes, by its kernel."""
+    both, found = (False, True), dict[str, Launch]()
+    drops = both if plan.recipe.variant.spec.dropout is not None else both[:1]
+    for name, dropped, deterministic, captured in product(passes, drops, both, both):
+        found |= pass_launches(plan, name, dropped=dropped, deterministic=deterministic, captured=captured).kernels
+    return found

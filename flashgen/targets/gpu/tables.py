@@ -10,44 +10,22 @@ everywhere.
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-
-class RowsOfBlock:
-    """Who has which rows, of forward tiles that are considered or chosen."""
-
-    Br: int
-    warpgroups: bool
-    producers: int
-    begins_next: bool
-    split: int
-    cluster: int
-
-    @property
-    def takes_turns(self) -> bool:
-        """Whether two warpgroups share rows, and weigh key tiles in turns."""
-        return self.warpgroups and self.split > 1 and self.producers > 0
-
-    @property
-    def goes_over(self) -> bool:
-        """Whether warpgroups for which others copy begin a query tile beside the last product of the one before."""
-        return self.producers > 0 and self.begins_next
-
-    @property
-    def rows(self) -> int:
-        """Of a block."""
-        return self.Br // self.cluster
+from typing import ClassVar, TypeAlias
 
 
 @dataclass(frozen=True)
-class ForwardChoice(RowsOfBlock):
-    """B_r, B_c, warps, stages, whether Q stays in registers, whether warpgroups multiply, warps that copy for them.
+class ForwardChoice:
+    """B_r query rows over ``warps``, tiles of B_c keys; K and V in rings of ``stages`` tiles.
 
-    ``split`` warps share rows, each with its part of O's columns and scores of ``weighed`` keys at a time.
-    ``blocks``: how many a multiprocessor has registers for, where warpgroups multiply. The rest a family decides for a
-    variant: ``tensor_copies`` bring K and V, and blocks take one query tile after another; ``begins_next``: what the
-    next one begins with comes while this one is worked on, its Q to one of ``q_places``. ``pairs_staged``: what pairs
-    read comes by way of shared memory. Two warpgroups that share rows, and for which others copy, weigh key tiles in
-    turns. ``cluster`` blocks have a part of the B_r rows each, of so many warps, and share their copies of K and V.
+    ``warpgroups``: products are Hopper's, of four warps at a time, with operands in shared memory, which ``producers``
+    more warps fill. ``split`` warps share rows, each with its part of O's columns and scores of ``weighed`` keys at a
+    time; P then goes through shared memory. ``blocks``: for how many of a multiprocessor the compiler leaves registers,
+    where warpgroups multiply. The rest a family decides for a variant: ``tensor_copies`` bring K and V, one thread
+    starts them, and blocks take one query tile after another; ``begins_next``: Q, for which there are ``q_places``, the
+    list and the first K of the next one come while this one is worked on. ``pairs_staged``: what pairs read of a
+    captured tensor comes by way of shared memory, a warp's rows for that warp. Two warpgroups that share rows, and for
+    which others copy, weigh key tiles in turns. ``cluster`` blocks have a part of the B_r rows each, of so many warps,
+    and share their copies of K and V.
     """
 
     Br: int
@@ -66,17 +44,54 @@ class ForwardChoice(RowsOfBlock):
     weighed: int = 0
     cluster: int = 1
 
+    @property
+    def takes_turns(self) -> bool:
+        """Whether two warpgroups share rows, and weigh key tiles in turns."""
+        return self.warpgroups and self.split > 1 and self.producers > 0
 
-class KeysOfBlock:
-    """Who has which keys and columns, of tiles of the key pass that are considered or chosen."""
+    @property
+    def goes_over(self) -> bool:
+        """Whether warpgroups for which others copy begin a query tile beside the last product of the one before."""
+        return self.producers > 0 and self.begins_next
 
+    @property
+    def rows(self) -> int:
+        """Of a block."""
+        return self.Br // self.cluster
+
+
+@dataclass(frozen=True)
+class BackwardChoice:
+    """B_c keys over ``warps`` for dK and dV, B_r queries a step; Q in ``stages``.
+
+    ``split`` warps share 16 keys, each with its part of the head dimension; P and dS then go through shared memory.
+    With ``warpgroups`` dO and dS have as many stages as Q, and ``producers`` more warps copy. ``blocks``: for how many
+    of a multiprocessor the compiler leaves registers, where warpgroups multiply. The rest a family decides for a
+    variant: ``tensor_copies`` bring Q and dO, and one thread starts them; a block that adds up dK, dV and dQ may be
+    ``persistent``: it takes one key tile after another; ``begins_next``: the list of the next one comes while this one
+    is worked on; ``pairs_staged``: as forward, all by a warp that copies. ``weighed``: queries whose scores a warp has
+    in registers at a time. Where two warpgroups have half of dQ's columns each, there is one stage of dO and dS, and
+    ``dq_sent`` of these columns leave by way of shared memory, at most; None where all of dQ does. ``cluster`` blocks
+    have a part of the columns each, and exchange what they sum up of S and dP; where a cluster ``divides_keys`` they
+    have a part of a tile's keys each, and exchange dS.
+    """
+
+    Br: int
     Bc: int
-    warpgroups: bool
-    split: int
-    weighed: int
-    dq_sent: int | None
-    cluster: int
-    divides_keys: bool
+    warps: int
+    stages: int = 1
+    split: int = 1
+    warpgroups: bool = False
+    producers: int = 0
+    blocks: int = 1
+    tensor_copies: bool = False
+    persistent: bool = False
+    begins_next: bool = False
+    pairs_staged: bool = False
+    weighed: int = 0
+    dq_sent: int | None = None
+    cluster: int = 1
+    divides_keys: bool = False
 
     @property
     def keys(self) -> int:
@@ -105,79 +120,48 @@ class KeysOfBlock:
 
 
 @dataclass(frozen=True)
-class BackwardChoice(KeysOfBlock):
-    """B_r, B_c, warps, stages of Q, warps that share 16 keys, whether warpgroups multiply, warps that copy for them.
+class QueryChoice:
+    """B_r query rows over ``warps`` for dQ, where it has a kernel of its own; B_c keys a step.
 
-    ``blocks``: how many a multiprocessor has registers for, where warpgroups multiply. The rest a family decides for a
-    variant: ``tensor_copies`` bring Q and dO; a block that adds up dK, dV and dQ may be ``persistent``: it takes one
-    key tile after another; ``begins_next``: the list of the next one comes while this one is worked on; ``weighed``:
-    queries whose scores a warp has in registers at a time. ``dq_sent``: of two warpgroups that have half of dQ's
-    columns each, as many leave by way of shared memory, at most; None where all do. ``cluster`` blocks have a part of
-    the columns each, and exchange what they sum up of S and dP; where a cluster ``divides_keys`` they have a part of a
-    tile's keys each, and exchange dS. ``pairs_staged``: what pairs read comes by way of shared memory.
+    ``split`` warps share rows as in the forward pass; dS then goes through shared memory.
     """
 
     Br: int
     Bc: int
     warps: int
     stages: int = 1
-    split: int = 1
-    warpgroups: bool = False
-    producers: int = 0
-    blocks: int = 1
-    tensor_copies: bool = False
-    persistent: bool = False
-    begins_next: bool = False
-    pairs_staged: bool = False
-    weighed: int = 0
-    dq_sent: int | None = None
-    cluster: int = 1
-    divides_keys: bool = False
-
-
-@dataclass(frozen=True)
-class QueryChoice:
-    """B_r, B_c, warps, stages, whether warpgroups multiply, and, as forward, warps that share rows."""
-
-    Br: int
-    Bc: int
-    warps: int
-    stages: int = 1
     warpgroups: bool = False
     split: int = 1
     weighed: int = 0
+    # What no kernel of dQ has: warps that copy, blocks that share registers or tiles.
+    producers: ClassVar[int] = 0
+    blocks: ClassVar[int] = 1
+    cluster: ClassVar[int] = 1
+    registers: ClassVar[int] = 0
 
 
+AnyChoice: TypeAlias = ForwardChoice | BackwardChoice | QueryChoice
 F, B, Q = ForwardChoice, BackwardChoice, QueryChoice
 WIDEST = 576  # head dimension that the tables reach
-
-
-def _shared_rows(Br: int, Bc: int, warps: int, split: int = 2) -> ForwardChoice:
-    return ForwardChoice(Br, Bc, warps, split=split)
 
 
 def _four_share(Br: int, Bc: int, stages: int = 1) -> ForwardChoice:
     return ForwardChoice(Br, Bc, Br // 4, stages, split=4)
 
 
-def _shared_queries(Br: int, Bc: int, warps: int, split: int = 2) -> QueryChoice:
-    return QueryChoice(Br, Bc, warps, split=split)
-
-
 HALF_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (32, (F(128, 128, 4, 1, True), F(128, 64, 4, 2, True), F(64, 64, 4), F(32, 32, 2))),
     (64, (F(128, 128, 4), F(128, 64, 4, 2, True), F(128, 64, 4), F(64, 64, 4), F(32, 32, 2))),
     (128, (F(128, 64, 4), F(128, 32, 4, 2), F(128, 32, 4), F(64, 64, 4), F(32, 32, 2))),
-    (192, (F(128, 64, 8), F(64, 64, 4), F(64, 32, 4), F(32, 32, 2))),
     (256, (F(128, 64, 8), F(64, 64, 4), F(64, 32, 4), F(32, 32, 2))),
     (
         WIDEST,
         (
-            _shared_rows(64, 64, 8, split=4),
-            _shared_rows(64, 32, 8),
-            _shared_rows(48, 16, 6),
-            _shared_rows(32, 16, 4),
-            _shared_rows(16, 16, 2),
+            F(64, 64, 8, split=4),
+            F(64, 32, 8, split=2),
+            F(48, 16, 6, split=2),
+            F(32, 16, 4, split=2),
+            F(16, 16, 2, split=2),
         ),
     ),
 )
@@ -228,7 +212,6 @@ SINGLE_JVP_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
 )
 HALF_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (B(64, 128, 8, 2), B(64, 128, 8), B(64, 64, 4), B(32, 32, 2))),
-    (96, (B(64, 128, 8), B(64, 64, 8, 1, 2), B(32, 64, 4), B(32, 32, 2))),
     (128, (B(64, 128, 8), B(64, 64, 8, 1, 2), B(32, 64, 4), B(32, 32, 2))),
     (192, (B(64, 64, 8, 1, 2), B(32, 64, 8, 1, 2), B(32, 32, 4, 1, 2), B(32, 16, 2, 1, 2))),
     (256, (B(64, 64, 8, 1, 2), B(32, 48, 6, 1, 2), B(32, 32, 4, 1, 2), B(32, 16, 2, 1, 2))),
@@ -242,10 +225,10 @@ HALF_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
     (
         WIDEST,
         (
-            _shared_queries(64, 32, 8),
-            _shared_queries(32, 32, 4),
-            _shared_queries(32, 16, 4),
-            _shared_queries(16, 16, 2),
+            Q(64, 32, 8, split=2),
+            Q(32, 32, 4, split=2),
+            Q(32, 16, 4, split=2),
+            Q(16, 16, 2, split=2),
         ),
     ),
 )
@@ -253,7 +236,7 @@ SINGLE_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (64, (F(64, 64, 4), F(64, 32, 4), F(32, 32, 2))),
     (128, (F(64, 32, 4), F(32, 32, 2), F(16, 16, 1))),
     (256, (F(64, 32, 4), F(64, 16, 4), F(32, 16, 2), F(16, 16, 1))),
-    (WIDEST, (_shared_rows(32, 32, 4), _shared_rows(32, 16, 4), _shared_rows(16, 16, 2))),
+    (WIDEST, (F(32, 32, 4, split=2), F(32, 16, 4, split=2), F(16, 16, 2, split=2))),
 )
 SINGLE_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (64, (B(32, 64, 4), B(32, 32, 2), B(16, 16, 1))),
@@ -262,8 +245,7 @@ SINGLE_BACKWARD: tuple[tuple[int, tuple[BackwardChoice, ...]], ...] = (
     (WIDEST, (B(32, 16, 4, 1, 4), B(16, 16, 4, 1, 4))),
 )
 SINGLE_QUERIES: tuple[tuple[int, tuple[QueryChoice, ...]], ...] = (
-    (64, (Q(64, 32, 4), Q(32, 32, 2), Q(16, 16, 1))),
     (128, (Q(64, 32, 4), Q(32, 32, 2), Q(16, 16, 1))),
     (256, (Q(64, 32, 4), Q(32, 32, 2), Q(32, 16, 2), Q(16, 16, 1))),
-    (WIDEST, (_shared_queries(32, 16, 8, split=4), _shared_queries(16, 16, 4, split=4))),
+    (WIDEST, (Q(32, 16, 8, split=4), Q(16, 16, 4, split=4))),
 )

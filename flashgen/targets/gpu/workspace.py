@@ -31,7 +31,6 @@ from flashgen.targets.gpu.launches import (
     block_buffers,
     exact_buffers,
     forward_buffers,
-    observed_buffers,
     part_buffers,
     shared_buffers,
 )
@@ -69,7 +68,7 @@ def workspace_code(plan: GpuPlan, passes: Collection[PassName]) -> str:
     code = _of_ragged_batches if kind.ragged else count_code
     found: list[tuple[Buffer, ...]] = []
     if "forward" in passes:
-        found.append(forward_buffers(recipe) if plan.own.forward.tensor_copies else observed_buffers(recipe))
+        found.append(forward_buffers(recipe, plan.own.forward))
     if "backward" in passes:
         tiles = plan.own.backward
         turns, parts = takes_turns(recipe, tiles), shared_buffers(recipe, tiles)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.mma.limits import ARCHITECTURES
@@ -21,7 +20,4 @@ class MmaTarget(GpuTarget):
 
 def targets() -> Mapping[str, MmaTarget]:
     """Those that there are, by name."""
-    return _TARGETS
-
-
-_TARGETS: Mapping[str, MmaTarget] = MappingProxyType({each.name: MmaTarget(**asdict(each)) for each in ARCHITECTURES})
+    return {each.name: MmaTarget(**asdict(each)) for each in ARCHITECTURES}

@@ -18,12 +18,13 @@ from flashgen.targets.gpu.layouts import forward_layout
 from flashgen.targets.gpu.lengths import has_long_rows, has_whole_rows, keeps_as_far_as
 from flashgen.targets.gpu.model import MOST_COLUMNS, carries_marks, padded, takes_turns
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.recipes import WARPS, AnyChoice, Candidate, Considered, Recipes, rows_for
+from flashgen.targets.gpu.recipes import WARPS, Candidate, Considered, Recipes, divided, rows_for
 from flashgen.targets.gpu.rules import LONG_TILES, SUMS_TELL
-from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice, QueryChoice
+from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.wgmma import rules, tables
 
 PERSISTENT = "persistent"  # a choice of which tile comes next
+_Common = tuple[Decision, ...]  # what multiplies, what copies, and who
 _LONG_TILES = Decision.by("heads", "the longest tiles of several first", LONG_TILES)
 
 
@@ -52,7 +53,7 @@ def forward(recipe: Recipe, element: ElementType, on: Architecture) -> Considere
     elif has_small_blocks(variant):
         table, why = tables.HOPPER_BLOCK_FORWARD, rules.SMALL_BLOCKS
     whys: tuple[Rule, ...] = (why,)
-    rows = [row for row in rows_for(variant, table) if row.split == 1 or _divides_values(variant, row.split)]
+    rows = divided(rows_for(variant, table), variant.head_dim.v)
     if has_long_rows(variant) and (variant.uses_sqdist or _starts_in_turn(variant)):
         rows.sort(key=lambda row: not row.producers)
         whys += (rules.NORMS_OF_KEYS if variant.uses_sqdist else rules.PRODUCTS_IN_TURN,)
@@ -123,13 +124,11 @@ def complete(recipe: Recipe, element: ElementType, row: AnyChoice, on: Architect
     if not row.warpgroups:
         return WARPS.complete(recipe, element, row, on)
     products = Decision.by("products", "of warpgroups (wgmma)", rules.WARPGROUPS)
-    if isinstance(row, BackwardChoice) and row.dq_in_halves:
-        return _with_halves_of_dq(recipe, row, products)
-    if isinstance(row, ForwardChoice) and row.takes_turns:
-        return _in_turns(recipe, row, products)
+    divides_dq = isinstance(row, BackwardChoice) and row.dq_in_halves
+    divides = row.split > 1 and not divides_dq and not (isinstance(row, ForwardChoice) and row.takes_turns)
     if (
         isinstance(row, QueryChoice)
-        or row.split > 1
+        or divides
         or variant.listed is not None
         or (variant.tangent is not None and not row.producers)
     ):
@@ -143,10 +142,16 @@ def complete(recipe: Recipe, element: ElementType, row: AnyChoice, on: Architect
     has_producers = row.producers > 0
     roles = (f"{row.producers} producer warps", rules.PRODUCERS) if has_producers else ("all warps alike", rules.ALONE)
     common = (products, staging, Decision.by("roles", *roles))
+    if isinstance(row, BackwardChoice) and divides_dq:
+        return _with_halves_of_dq(recipe, row, common)
+    if isinstance(row, ForwardChoice) and row.takes_turns:
+        return _in_turns(recipe, row, common)
     heads = _heads(recipe) if has_producers else ()
     if isinstance(row, ForwardChoice):
         if variant.kind.f8:
-            return Candidate(replace(row, tensor_copies=True), (*common, *_order_of_8_bits(), *heads))
+            turned = Decision.by("V", "turned by a kernel of its own", rules.TURNED_AHEAD)
+            by_position = _order_of_queries(copies=True, early=None)
+            return Candidate(replace(row, tensor_copies=True), (*common, *by_position, turned, *heads))
         if variant.tangent is not None:
             return Candidate(replace(row, tensor_copies=True), (*common, *_order_with_tangents(recipe)))
         row, early = _early(recipe, element, replace(row, tensor_copies=copies), on)
@@ -184,7 +189,7 @@ def _turns(recipe: Recipe, row: BackwardChoice) -> list[Decision]:
     return [Decision.by("sums over the batch", "in turn, a tile at a time", rules.IN_TURN)] if in_turn else []
 
 
-def _with_halves_of_dq(recipe: Recipe, row: BackwardChoice, products: Decision) -> Candidate[BackwardChoice]:
+def _with_halves_of_dq(recipe: Recipe, row: BackwardChoice, common: _Common) -> Candidate[BackwardChoice]:
     """Two warpgroups that divide dQ: others copy for them, by tensor copies, and a block has one key tile."""
     sent = min(row.dq_sent or 0, padded(recipe.variant.head_dim.qk) // 2)
     kept = ("P, then dP", rules.WEIGHTS_FIRST) if recipe.weights_first else ("S beside dP", rules.ALL_AT_ONCE)
@@ -197,9 +202,7 @@ def _with_halves_of_dq(recipe: Recipe, row: BackwardChoice, products: Decision) 
     return Candidate(
         own,
         (
-            products,
-            Decision.by("staging", "tensor copies", rules.TENSOR_COPIES),
-            Decision.by("roles", f"{row.producers} producer warps", rules.PRODUCERS),
+            *common,
             Decision.by("head dimension", *divided),
             *cluster,
             _order_of_keys(recipe, copies=True, has_producers=True),
@@ -216,15 +219,13 @@ def _heads(recipe: Recipe) -> tuple[Decision, ...]:
     return (_LONG_TILES,) if recipe.in_groups else ()
 
 
-def _in_turns(recipe: Recipe, row: ForwardChoice, products: Decision) -> Candidate[ForwardChoice]:
+def _in_turns(recipe: Recipe, row: ForwardChoice, common: _Common) -> Candidate[ForwardChoice]:
     """Two warpgroups that share rows, and weigh key tiles in turns; the blocks of a cluster share copies."""
     cluster = [Decision.by("cluster", f"{row.cluster} blocks", rules.CLUSTERS)] if row.cluster > 1 else []
     return Candidate(
         replace(row, tensor_copies=True, weighed=row.Bc),
         (
-            products,
-            Decision.by("staging", "tensor copies", rules.TENSOR_COPIES),
-            Decision.by("roles", f"{row.producers} producer warps", rules.PRODUCERS),
+            *common,
             Decision.by("head dimension", "divided among 2 warpgroups", rules.TURNS),
             Decision.by("tile order", PERSISTENT, rules.PERSISTENT),
             *cluster,
@@ -290,11 +291,6 @@ def _weighs_in_turns(recipe: Recipe) -> bool:
     return plain and padded(variant.head_dim.v) % 128 == 0 and padded(variant.head_dim.qk) > 64
 
 
-def _divides_values(variant: Variant, split: int) -> bool:
-    """Whether V has parts of one length."""
-    return padded(variant.head_dim.v) % (16 * split) == 0
-
-
 def _early(
     recipe: Recipe, element: ElementType, row: ForwardChoice, on: Architecture
 ) -> tuple[ForwardChoice, Rule | None]:
@@ -339,11 +335,6 @@ def _order_of_queries(*, copies: bool, early: Rule | None) -> tuple[Decision, ..
     if early is None:
         return order, overlap
     return order, overlap, Decision.by("prologue", "beside the tile before", early)
-
-
-def _order_of_8_bits() -> tuple[Decision, ...]:
-    turned = Decision.by("V", "turned by a kernel of its own", rules.TURNED_AHEAD)
-    return (*_order_of_queries(copies=True, early=None), turned)
 
 
 def _order_with_tangents(recipe: Recipe) -> tuple[Decision, ...]:

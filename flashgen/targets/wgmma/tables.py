@@ -28,10 +28,6 @@ def _hopper(Br: int, Bc: int, warps: int) -> ForwardChoice:
     return ForwardChoice(Br, Bc, warps, stages=2, warpgroups=True, producers=4)
 
 
-def _hopper_f8(Bc: int, Br: int = 128) -> ForwardChoice:
-    return ForwardChoice(Br, Bc, Br // 16, stages=2, warpgroups=True, producers=4)
-
-
 def _hopper_shared(Bc: int, blocks: int) -> ForwardChoice:
     """One warpgroup without producer warps; several such blocks share a multiprocessor."""
     return ForwardChoice(64, Bc, 4, stages=2, warpgroups=True, blocks=blocks)
@@ -106,11 +102,7 @@ HOPPER_WHOLE_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
 # The same where masks leave rows of tiles short.
 HOPPER_SHORT_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
     (64, (_hopper_shared(64, 4), _hopper_shared(64, 3), _hopper(128, 128, 8), _hopper(128, 64, 8))),
-    (128, (_hopper(128, 128, 8), _hopper(128, 64, 8), _hopper_shared(64, 2))),
-    (192, (_hopper(128, 112, 8), _hopper(128, 80, 8), _hopper(128, 48, 8))),
-    (256, (_hopper(128, 64, 8), _hopper(128, 48, 8))),
-    (320, (_hopper(128, 48, 8), _HOPPER_DIVIDED)),
-    (WIDEST, (_HOPPER_CLUSTER, _HOPPER_TURNS, _HOPPER_DIVIDED)),
+    *HOPPER_FORWARD[1:],
 )
 # The same where they are drawn in blocks smaller than a wide tile.
 HOPPER_BLOCK_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
@@ -122,9 +114,9 @@ HOPPER_BLOCK_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
 # Of 8 bits. What a step waits for is a smaller share of a wide one, and products of it read Q less often.
 # Sums take 32 KiB of shared memory at D 128, 64 at D 256.
 HOPPER_F8_FORWARD: tuple[tuple[int, tuple[ForwardChoice, ...]], ...] = (
-    (64, (_hopper_f8(160, 192), _hopper_f8(128), _hopper_f8(64))),
-    (128, (_hopper_f8(224), _hopper_f8(128), _hopper_f8(64))),
-    (256, (_hopper_f8(96), _hopper_f8(64), _hopper_f8(32))),
+    (64, (_hopper(192, 160, 12), _hopper(128, 128, 8), _hopper(128, 64, 8))),
+    (128, (_hopper(128, 224, 8), _hopper(128, 128, 8), _hopper(128, 64, 8))),
+    (256, (_hopper(128, 96, 8), _hopper(128, 64, 8), _hopper(128, 32, 8))),
     (WIDEST, ()),
 )
 # dK and dV of a head dimension above 320 leave no registers for S and dP of 64 keys, whoever of a block shares them,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 
 from flashgen.analysis.variant import Variant
 from flashgen.targets.gpu.target import GpuTarget
@@ -25,9 +24,4 @@ class WgmmaTarget(GpuTarget):
 
 def targets() -> Mapping[str, WgmmaTarget]:
     """Those that there are, by name."""
-    return _TARGETS
-
-
-_TARGETS: Mapping[str, WgmmaTarget] = MappingProxyType(
-    {each.name: WgmmaTarget(**asdict(each)) for each in ARCHITECTURES}
-)
+    return {each.name: WgmmaTarget(**asdict(each)) for each in ARCHITECTURES}

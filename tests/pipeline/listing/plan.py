@@ -34,7 +34,7 @@ def plan_listing(variant: Variant, spills: Collection[Spill]) -> ListingPlan:
     lost: list[Rejection] = []
     for size in sizes(variant) if not refused else ():
         tile = Tiles(size, size, 4 * size * (variant.head_dim.qk + size))
-        if any(each.is_of(ElementType.F32, "forward", tile) for each in spills):
+        if any(each.tile == tile for each in spills):
             lost.append(Rejection("forward", size, size, "spills"))
         elif tile.sram_bytes <= sram:
             return ListingPlan(spec.name, str(variant.head_dim), sram, (f"{size} rows",), tuple(lost), tile)

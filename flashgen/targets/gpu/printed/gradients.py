@@ -69,8 +69,8 @@ class GradientCode:
     pairs: tuple[Gradient, ...]
     queries: tuple[Gradient, ...]
     sinks: tuple[Gradient, ...]
-    bins: int
-    run: int
+    bins: int = BINS
+    run: int = RUN
 
     @property
     def by_runs(self) -> tuple[Gradient, ...]:
@@ -105,8 +105,6 @@ def gradient_code(recipe: Recipe, places: Places) -> GradientCode:
         pairs=tuple(found[each.read] for each in recipe.key_gradients if each.level is Level.PAIR),
         queries=tuple(found[each.read] for each in recipe.query_gradients),
         sinks=tuple(found[each.read] for each in recipe.sink_gradients),
-        bins=BINS,
-        run=RUN,
     )
 
 

@@ -70,7 +70,7 @@ class Selected:
 
     range: RangeCode
     block: int
-    few_queries: int
+    few_queries: int = FEW_QUERIES
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,13 @@ class Listed:
     heads_apart: str
     rows_apart: str
     block: int
-    queries: int
-    item: int
-    most_blocks: int
-    most_numbers: int
-    counted: int
-    brought: int
-    merging_warps: int
+    queries: int = QUERIES
+    item: int = ITEM
+    most_blocks: int = MOST_BLOCKS
+    most_numbers: int = MOST_NUMBERS
+    counted: int = COUNTED
+    brought: int = BROUGHT
+    merging_warps: int = MERGING_WARPS
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,11 @@ class MaskCode:
     rows: tuple[Observed, ...]
     columns: tuple[Observed, ...]
     diagonals: Masks | None
-    beyond: int
-    window: int
     words_of_notes: int
     bytes_of_list: int
     notes: str
+    beyond: int = BEYOND
+    window: int = WINDOW
 
     @property
     def asks_lines(self) -> bool:
@@ -152,8 +152,6 @@ def mask_code(recipe: Recipe, placement: Placement, *, lines: bool) -> MaskCode:
         rows=tuple(each for each in observed if each.struct == "rows"),
         columns=tuple(each for each in observed if each.struct == "columns"),
         diagonals=masks_apart(diagonal_indices(variant)) if recipe.numbers else None,
-        beyond=BEYOND,
-        window=WINDOW,
         words_of_notes=notes(variant),
         bytes_of_list=visit_list(variant),
         notes=_notes(variant),
@@ -175,7 +173,7 @@ def _selected(variant: Variant, placement: Placement) -> Selected | None:
     asked = selected(variant.keep, variant.spec.tensors) if variant.kind.cached else None
     if asked is None:
         return None
-    return Selected(range_code(asked, placement), block_of(variant.spec.tensors), FEW_QUERIES)
+    return Selected(range_code(asked, placement), block_of(variant.spec.tensors))
 
 
 def _listed(variant: Variant, placement: Placement) -> Listed | None:
@@ -191,13 +189,6 @@ def _listed(variant: Variant, placement: Placement) -> Listed | None:
         heads_apart=stride_of("q", "h"),
         rows_apart=stride_of("q", "n"),
         block=listed.block,
-        queries=QUERIES,
-        item=ITEM,
-        most_blocks=MOST_BLOCKS,
-        most_numbers=MOST_NUMBERS,
-        counted=COUNTED,
-        brought=BROUGHT,
-        merging_warps=MERGING_WARPS,
     )
 
 

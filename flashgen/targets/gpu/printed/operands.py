@@ -9,8 +9,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from flashgen.analysis.variant import Variant
-from flashgen.emit.context import Declaration, declaration
 from flashgen.ir.types import ScalarType
+from flashgen.kinds.field import Field
 from flashgen.kinds.kind import PassName
 from flashgen.kinds.operand import Elements
 from flashgen.plan.arguments import fields_of_sequences, param_field, param_place_field
@@ -35,29 +35,20 @@ class Param:
 class OperandCode:
     """Rows of q, k, v and o, and all other arguments.
 
-    Batches are ``ragged``, or k and v are ``cached`` (``f8_cached``: of 8 bits), or q, k and v are of 8 bits
-    (``f8``), V turned in blocks of ``turned_keys``. ``slices``: rows of queries are some of those of tensors.
-    ``heads_by_row``: a tile has rows of several heads. ``written`` and ``written_of_keys``: the type of elements of
-    o and dq, and of dk and dv: T, that of the call, or another. ``of_sequences`` are fields, and those of their
-    tables.
+    V of 8 bits is turned in blocks of ``turned_keys``. ``written`` and ``written_of_keys``: the type of elements of o
+    and dq, and of dk and dv: T, that of the call, or another. ``of_sequences`` are fields, and those of their tables.
     """
 
-    ragged: bool
-    cached: bool
-    f8_cached: bool
-    f8: bool
-    turned_keys: int
-    slices: bool
-    heads_by_row: bool
     written: str
     written_of_keys: str
     addressing: str
     sequence_code: tuple[str, ...]
     of_sequences: tuple[tuple[str, str], ...]
-    arguments: tuple[Declaration, ...]
+    arguments: tuple[Field, ...]
     params: tuple[Param, ...]
     captured: dict[str, str]  # the elements of each that has a gradient, by the field that receives it
     workspace: str
+    turned_keys: int = TURNED_KEYS
 
 
 def operand_code(plan: GpuPlan, passes: Collection[PassName]) -> OperandCode:
@@ -65,19 +56,12 @@ def operand_code(plan: GpuPlan, passes: Collection[PassName]) -> OperandCode:
     variant = plan.recipe.variant
     spec, has_sequences = variant.spec, variant.kind.ragged or variant.kind.cached
     return OperandCode(
-        ragged=variant.kind.ragged,
-        cached=variant.kind.cached,
-        f8_cached=variant.kind.f8_cached,
-        f8=variant.kind.f8,
-        turned_keys=TURNED_KEYS,
-        slices=variant.kind.slices,
-        heads_by_row=variant.kind.rows_of_heads,
         written=_written(variant, "o", "dq"),
         written_of_keys=_written(variant, "dk", "dv"),
         addressing=addressing_code(variant.kind.operands),
         sequence_code=sequence_code(variant.kind.operands, variant.head_dim) if variant.kind.ragged else (),
         of_sequences=tuple(fields_of_sequences(spec).items()) if has_sequences else (),
-        arguments=tuple(declaration(field) for field in cuda_fields(plan.recipe)),
+        arguments=cuda_fields(plan.recipe),
         params=tuple(
             Param(
                 param_field(each.name),

@@ -5,7 +5,7 @@ In: the plan of a variant in one element type, the passes. Out: a ``SourceCode``
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from flashgen.emit.text import spec_digest, spec_lines
@@ -23,8 +23,6 @@ from flashgen.version import __version__
 # Calls whose kernels a compiler may be asked to leave out. Those of ADDITIONS add up gradients in any order.
 _REPEATING = ("ADDITIONS", "REPEATABLE")
 _DROPOUT = ("WITHOUT_DROPOUT", "WITH_DROPOUT")
-# What reasons begin with, by pass.
-_TILES: Mapping[PassName, tuple[str, ...]] = {"forward": ("forward",), "backward": ("backward", "queries")}
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,6 @@ def source_code(
     """What the source of a variant says of itself; ``lines``: its mask is asked once a line."""
     recipe, variant, warpgroups = plan.recipe, plan.recipe.computed, warpgroup_products(plan)
     spec = variant.spec
-    others = tuple(each for name, tiles in _TILES.items() if name not in passes for each in tiles)
     reads_words = recipe.ahead is not None or bool(stored_tensors(spec) or recipe.in_turn) or variant.uses_sqdist
     used = {
         "eight_bits": variant.kind.f8,
@@ -93,7 +90,7 @@ def source_code(
         version=__version__,
         digest=spec_digest(spec)[:16],
         spec_lines=spec_lines(spec),
-        reasons=tuple(each for each in plan.reasons if not each.startswith(others)),
+        reasons=plan.reasons_of(passes),
         head_dim=variant.head_dim,
         padded_dims=(padded(variant.head_dim.qk), padded(variant.head_dim.v)),
         element=Element(str(plan.own.element), C_TYPES[plan.own.element]),

@@ -14,9 +14,9 @@ from flashgen.analysis.factors import is_of_launch, never_zero
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.selection import selected
 from flashgen.analysis.variant import Variant, constant_factor, linear_factor
-from flashgen.emit.context import WeightCode, by_score, derivative_hooks, formula, template_hooks
+from flashgen.emit.context import WeightCode, by_score, derivative_hooks, formula
 from flashgen.emit.distance import split_score
-from flashgen.emit.placement import Placement
+from flashgen.emit.placement import Hooks, Placement
 from flashgen.emit.spelling import c_literal
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Expr, Literal, Load, literal
@@ -109,7 +109,7 @@ class SpecCode:
     """
 
     formula: str
-    hooks: object
+    hooks: Hooks
     function_inputs: dict[str, str]
     row_functions: tuple[RowFunction, ...]
     weights: WeightCode
@@ -149,15 +149,7 @@ class SpecCode:
         return f"if (make_launch({arguments}).is_bounded) {bounding}\n  else {free}" if by_bounds else plain
 
 
-@dataclass(frozen=True)
-class PlacedSinks:
-    """The code of a row's sink, and of what tangents change it by."""
-
-    sink: str | None
-    tangent: str | None
-
-
-def place_formulas(recipe: Recipe, places: Places) -> PlacedSinks:
+def place_formulas(recipe: Recipe, places: Places) -> None:
     """Places the score, the weight, the mask and their derivatives."""
     variant, placement, weights = recipe.computed, places.placement, recipe.computed.weights
     if weights.form.exponential:
@@ -187,7 +179,6 @@ def place_formulas(recipe: Recipe, places: Places) -> PlacedSinks:
         places.row_functions.append(RowFunction("sink_tangent", tangent, "What the sink changes by"))
     if sink is not None:
         places.row_functions.append(RowFunction("sink_score", sink, "The sink"))
-    return PlacedSinks(sink, tangent)
 
 
 def _place_score(recipe: Recipe, places: Places) -> None:
@@ -209,7 +200,7 @@ def _place_score(recipe: Recipe, places: Places) -> None:
         places.row_functions.append(RowFunction("row_slope", slope, "What that has of |q|² is this times it"))
 
 
-def spec_code(recipe: Recipe, places: Places, sinks: PlacedSinks) -> SpecCode:
+def spec_code(recipe: Recipe, places: Places) -> SpecCode:
     """What a spec computes, once everything is placed."""
     variant, norms = recipe.computed, _norm_code(recipe, places.placement)
     placement, form, constant = places.placement, variant.weights.form, constant_factor(variant)
@@ -218,29 +209,31 @@ def spec_code(recipe: Recipe, places: Places, sinks: PlacedSinks) -> SpecCode:
     condition = recipe.is_bounded
     is_bounded = None if condition is None else placement.value("is_bounded", condition, Level.LAUNCH)
     # Of wide heads a kernel with both ways spills: 676 bytes at D 256.
-    bounds_rows = condition is not None and sinks.sink is None and variant.head_dim.qk + variant.head_dim.v <= 256
+    bounds_rows = (
+        condition is not None and variant.weights.sink is None and variant.head_dim.qk + variant.head_dim.v <= 256
+    )
     dot_factor = _dot_factor(variant, placement) if launch is None else f"*= fg::factor_of_scores({launch})"
-    hooks = placement.hooks()
-    assert len(hooks.members[Level.DIAGONAL]) <= len(recipe.numbers), "the workspace has no room for all"
+    hooks, of_rows = placement.hooks(), {each.name: each.code for each in places.row_functions}
+    assert len(hooks.members[Level.DIAGONAL.value]) <= len(recipe.numbers), "the workspace has no room for all"
     factor, by_units = LOG2_E * (constant or 1.0), variant.kind.f8 and constant is not None
     score_factor = "exponent_unit" if by_units else c_literal(factor)
     natural_factor = "exponent_unit * fg::LN_2" if by_units else c_literal(constant or 1.0)
     return SpecCode(
         formula=formula(variant),
-        hooks=template_hooks(hooks),
+        hooks=hooks,
         function_inputs=places.inputs,
         row_functions=tuple(places.row_functions),
         weights=WeightCode(form),
         scaled_weights=form.divided or ((variant.kind.f8 or variant.kind.f8_cached) and not form.exponential),
-        sink=sinks.sink,
-        split_score=any(each.name == "row_score" for each in places.row_functions),
+        sink=of_rows.get("sink_score"),
+        split_score="row_score" in of_rows,
         sqdist=variant.uses_sqdist,
         distance=places.placement.measures_distance,
         dropout=has_dropout(variant),
         tangent=variant.tangent is not None,
         weight_tangent=variant.tangent is not None and variant.tangent.weight is not None,
         moves_apart=recipe.moves_apart,
-        sink_tangent=sinks.tangent,
+        sink_tangent=of_rows.get("sink_tangent"),
         linear=constant is not None or launch is not None,
         signed=launch is not None,
         direction="1.0f" if launch is None else f"fg::copy_sign(1.0f, {launch})",
