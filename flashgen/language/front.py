@@ -13,7 +13,7 @@ from flashgen.diagnostics import Diagnostic, Source, Span, SpecError, in_reading
 from flashgen.ir.spec import AttentionSpec
 from flashgen.language import syntax
 from flashgen.language.constants import Value
-from flashgen.language.imports import Disk, Given, Library, Reader, load_library
+from flashgen.language.imports import Library, Reader, load_library
 from flashgen.language.nodes import Budget
 from flashgen.language.report import GiveUpError, Report
 from flashgen.language.resolve import resolve
@@ -38,7 +38,7 @@ def parse_file(path: str | Path, constants: Mapping[str, Value] | None = None) -
     Raises ``SpecError`` with all errors.
     """
     path = Path(spec_file(path))
-    return _specs(read_source(path, str(path)), Disk(), constants or {})
+    return _specs(read_source(path, str(path)), Reader(), constants or {})
 
 
 def parse_text(
@@ -48,8 +48,7 @@ def parse_text(
     imports: Mapping[str, str] | None = None,
 ) -> SpecFile:
     """Read a text; ``imports`` maps names of files to their text, instead of the disk. Raises ``SpecError``."""
-    reader: Reader = Disk() if imports is None else Given(imports)
-    return _specs(given_text(text, name), reader, constants or {})
+    return _specs(given_text(text, name), Reader(imports), constants or {})
 
 
 def _specs(source: Source, reader: Reader, overrides: Mapping[str, Value]) -> SpecFile:

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
 
 from flashgen.diagnostics import Diagnostic, Source, SpecError, render
 from flashgen.language import syntax
@@ -27,55 +26,24 @@ PRELUDE = "prelude.attn"
 MAX_IMPORTS = 50
 
 
-class Reader(Protocol):
-    """Where imported files come from."""
+@dataclass(frozen=True)
+class Reader:
+    """Where imported files come from: given ``texts`` by full name or as the import writes it, or else the disk."""
+
+    texts: Mapping[str, str] | None = None
 
     def read(self, name: str, written: str) -> Source:
         """The file of that name, ``written`` as in the import; raises ``SpecError``."""
-
-    def known(self) -> tuple[str, ...]:
-        """Names that could be meant, for suggestions."""
-
-    def may_be_shown(self, name: str) -> bool:
-        """Whether messages may quote the file whatever stands in it."""
-
-
-class Disk:
-    """Files on the disk."""
-
-    def read(self, name: str, written: str) -> Source:  # noqa: ARG002  the written form is for given texts
-        """Read the file."""
-        return read_source(Path(name), name, imported=True)
-
-    def known(self) -> tuple[str, ...]:
-        """The disk is not searched."""
-        return ()
-
-    def may_be_shown(self, name: str) -> bool:
-        """Of other files than specs nobody is told what they hold: a spec may come from anybody."""
-        return Path(name).resolve().suffix == ".attn"
-
-
-@dataclass(frozen=True)
-class Given:
-    """Texts by name, under the full name or as the import writes it."""
-
-    texts: Mapping[str, str]
-
-    def read(self, name: str, written: str) -> Source:
-        """Look the text up."""
+        if self.texts is None:
+            return read_source(Path(name), name, imported=True)
         text = self.texts.get(name, self.texts.get(written))
         if text is None:
             raise SpecError((Diagnostic("E001", "the file does not exist", None),))
         return accepted(text, name)
 
-    def known(self) -> tuple[str, ...]:
-        """All names."""
-        return tuple(self.texts)
-
-    def may_be_shown(self, name: str) -> bool:  # noqa: ARG002  the caller has given it
-        """All may."""
-        return True
+    def may_be_shown(self, name: str) -> bool:
+        """Whether messages may quote the file whatever stands in it: a spec that names files may come from anybody."""
+        return self.texts is not None or Path(name).resolve().suffix == ".attn"
 
 
 @dataclass(frozen=True)
@@ -153,7 +121,7 @@ class _Loader:
             return
         if reason.code == "E001":
             message = f"cannot import '{item.path}': {reason.message}"
-            hints = reason.hints or suggestion(name, self.reader.known())
+            hints = reason.hints or suggestion(name, self.reader.texts or ())
         else:
             message = f"cannot import '{item.path}': {reason.message} ({reason.span})"
             hints = reason.hints

@@ -5,7 +5,7 @@ In: the syntax of a statement and the block that it stands in. Out: the part, or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flashgen.diagnostics import Span
@@ -195,7 +195,7 @@ def _dimension(block: Block, name: str, node: syntax.Expression) -> Expr | None:
     return value
 
 
-# --- scale, score, mask, layout, dropout
+# --- layout, select, dropout
 
 
 def default_scale() -> Expr:
@@ -203,39 +203,24 @@ def default_scale() -> Expr:
     return apply("div", literal(1.0), apply("sqrt", size("D")))
 
 
-def scale(block: Block, statement: syntax.Single) -> Expr | None:
-    """``scale EXPR``."""
-    return typed(block, statement.value, names.SCALE, ScalarType.FLOAT)
-
-
-def score(block: Block, statement: syntax.Single) -> Expr | None:
-    """``score EXPR``."""
-    hints = ("a condition belongs into 'mask'",)
-    return typed(block, statement.value, names.SCORE, ScalarType.FLOAT, hints)
-
-
-def mask(block: Block, statement: syntax.Single) -> Expr | None:
-    """``mask EXPR``."""
-    hints = ("compare it, as in '… != 0'; a bias that is added belongs into 'score'",)
-    return typed(block, statement.value, names.MASK, ScalarType.BOOL, hints)
-
-
 def layout(block: Block, statement: syntax.Layout) -> Layout | None:
     """``layout block 64: EXPR``."""
-    side = integer_constant(block, statement.block, "the block size of a layout")
-    if side is not None and side < 1:
-        block.report.add("E309", f"the block size of a layout must be at least 1, not {side}", statement.block.span)
-        side = None
+    side = _side(block, statement.block, "the block size of a layout")
     keep = typed(block, statement.value, names.LAYOUT, ScalarType.BOOL, ("compare it, as in '… != 0'",))
     return None if side is None or keep is None else Layout(side, keep)
 
 
+def _side(block: Block, node: syntax.Expression, title: str) -> int | None:
+    side = integer_constant(block, node, title)
+    if side is None or side >= 1:
+        return side
+    block.report.add("E309", f"{title} must be at least 1, not {side}", node.span)
+    return None
+
+
 def select(block: Block, statement: syntax.Select) -> Select | None:
     """``select 64: idx[b, hkv, i, :]``."""
-    side = integer_constant(block, statement.block, "the block size of a selection")
-    if side is not None and side < 1:
-        block.report.add("E309", f"the block size of a selection must be at least 1, not {side}", statement.block.span)
-        side = None
+    side = _side(block, statement.block, "the block size of a selection")
     tensor = _listing(block, statement.tensor)
     nodes = _indices(block, statement)
     place = replace(names.SELECT, title="an index of a selection")
@@ -424,3 +409,45 @@ def schedule(block: Block, statement: syntax.Schedule) -> Schedule | None:
         else:
             values[name] = value
     return Schedule(**values, span=statement.span) if sound else None
+
+
+# --- all
+
+_OF_TYPE: Mapping[str, tuple[Place, ScalarType, tuple[str, ...]]] = {
+    "scale": (names.SCALE, ScalarType.FLOAT, ()),
+    "score": (names.SCORE, ScalarType.FLOAT, ("a condition belongs into 'mask'",)),
+    "mask": (
+        names.MASK,
+        ScalarType.BOOL,
+        ("compare it, as in '… != 0'; a bias that is added belongs into 'score'",),
+    ),
+}
+
+
+def meaning(block: Block, statement: syntax.Statement) -> object:
+    """What a statement gives to the spec; None where it is wrong, or gives nothing by itself, as constants do."""
+    match statement:
+        case syntax.Let():
+            block.define_let(statement)
+            return None
+        case syntax.Param():
+            return param(block, statement)
+        case syntax.Tensor():
+            return tensor(block, statement)
+        case syntax.HeadDims():
+            return head_dims(block, statement)
+        case syntax.Dtypes():
+            return dtypes(block, statement)
+        case syntax.Layout():
+            return layout(block, statement)
+        case syntax.Select():
+            return select(block, statement)
+        case syntax.Schedule():
+            return schedule(block, statement)
+        case syntax.Single(keyword="weights"):
+            return weights(block, statement)
+        case syntax.Single(keyword="dropout"):
+            return dropout(block, statement)
+        case syntax.Single(keyword=word):
+            return typed(block, statement.value, *_OF_TYPE[word])
+    return None  # constants are worked out when asked for; broken statements have been reported
