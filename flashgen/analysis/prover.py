@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from flashgen.analysis.identities import negation
-from flashgen.analysis.linear import Linear, atom_form, range_of_form
+from flashgen.analysis.identities import make
+from flashgen.analysis.linear import Linear, range_of_form
 from flashgen.analysis.ranging import NO_FACTS, Evaluator, Facts
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, index, literal, size
@@ -99,19 +99,19 @@ class Prover:
 
         match atom:
             case Apply(op="where", args=(c, x, y)):
-                yield (form(x), c), (form(y), negation(c))
+                yield (form(x), c), (form(y), make("not", c))
             case Apply(op="min" | "max" as op, args=(x, y)):
                 if (op == "min") is (coefficient < 0):  # min is no more than either
                     yield ((form(x), None),)
                     yield ((form(y), None),)
                 less = apply("le", x, y)
-                first, second = (less, negation(less)) if op == "min" else (negation(less), less)
+                first, second = (less, make("not", less)) if op == "min" else (make("not", less), less)
                 yield (form(x), first), (form(y), second)
             case Apply(op="clamp", args=(x, lo, hi)):
                 yield ((form(apply("min", apply("max", x, lo), hi)), None),)
             case Apply(op="abs", args=(x,)) if self._lowest(x, facts) > INT_MIN:
                 negative = apply("lt", x, literal(0))
-                yield (form(x), negation(negative)), (Linear().plus(form(x), -1), negative)
+                yield (form(x), make("not", negative)), (Linear().plus(form(x), -1), negative)
             case Apply(op="mod", args=(_, n)) if self._lowest(n, facts) >= 1:
                 yield ((Linear() if coefficient > 0 else form(n).plus(Linear(-1)), None),)
 
@@ -146,7 +146,7 @@ class Prover:
         """Each index at the end that makes the form smallest."""
         for atom, coefficient in form.terms.items():
             if isinstance(atom, Symbol) and atom.kind is SymbolKind.INDEX:
-                end = atom_form(size(SIZE_OF[atom.name])).plus(Linear(-1))
+                end = Linear(-1, {size(SIZE_OF[atom.name]): 1})
                 form = form.without(atom).plus(end if coefficient < 0 else Linear(), coefficient)
         return form
 

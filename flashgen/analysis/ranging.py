@@ -44,10 +44,7 @@ def bounds(
 ) -> Range:
     """The range of ``expr``, given ranges of symbols and conditions that are true."""
     evaluator = Evaluator(ranges, loads)
-    facts: Facts | None = NO_FACTS
-    for condition in conditions:
-        facts = None if facts is None else evaluator.assume(facts, condition)
-    return evaluator.range(expr, NO_FACTS if facts is None else facts)
+    return evaluator.range(expr, evaluator.facts(conditions) or NO_FACTS)
 
 
 def plain_range(
@@ -138,6 +135,13 @@ class Evaluator:
         return linear(expr, lambda node: self.range(node, facts))
 
     # Conditions -------------------------------------------------------------------------------------------------------
+
+    def facts(self, conditions: Iterable[Expr]) -> Facts | None:
+        """What is known where all of these hold; None where they cannot."""
+        facts: Facts | None = NO_FACTS
+        for condition in conditions:
+            facts = None if facts is None else self.assume(facts, condition)
+        return facts
 
     def assume(self, facts: Facts, condition: Expr, truth: bool = True) -> Facts | None:
         """``facts``, and that ``condition`` is ``truth``; None where that cannot be."""

@@ -111,10 +111,6 @@ class Block:
 
     # --- what names stand for
 
-    def names(self) -> tuple[str, ...]:
-        """All declared names."""
-        return tuple(self.declarations)
-
     def constant_names(self) -> tuple[str, ...]:
         """The declared names that are constants."""
         return tuple(name for name, each in self.declarations.items() if isinstance(each.statement, syntax.Const))

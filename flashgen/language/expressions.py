@@ -8,19 +8,23 @@ becomes None and the rest goes on.
 from __future__ import annotations
 
 from functools import reduce
+from typing import TYPE_CHECKING
 
 from flashgen.diagnostics import Span, quoted_list
 from flashgen.ir.expr import Expr, Literal, Load, Symbol, literal
 from flashgen.ir.types import ScalarType
 from flashgen.language import foreign, names, syntax
 from flashgen.language.constants import ConstantError, number
-from flashgen.language.frames import BlockNames, Bound, Captured, Frame, Meaning
+from flashgen.language.frames import Bound, Captured, Frame, Meaning
 from flashgen.language.functions import FUNCTIONS, INFIX
 from flashgen.language.library import Macro, Scope
 from flashgen.language.names import Place
 from flashgen.language.nodes import Budget, Nodes, TooLargeError
 from flashgen.language.report import Report
 from flashgen.language.suggest import suggestion, unknown_function, wrong_count
+
+if TYPE_CHECKING:
+    from flashgen.language.block import Block
 
 # Levels of syntax, definitions written out: what Python's stack must hold.
 _MAX_LEVELS = 160
@@ -29,7 +33,7 @@ _MAX_LEVELS = 160
 class Expressions:
     """Resolves the expressions of one statement."""
 
-    def __init__(self, place: Place, scope: Scope, block: BlockNames, report: Report, budget: Budget) -> None:
+    def __init__(self, place: Place, scope: Scope, block: Block, report: Report, budget: Budget) -> None:
         self.where = place
         self.frame = Frame(scope)
         self.block = block
@@ -182,9 +186,16 @@ class Expressions:
         if self.where == names.SHAPE:
             return suggestion(name, (*self.block.constant_names(), *names.SIZES)) or (names.OWN_SIZE,)
         elsewhere = foreign.NAMES.get(name)
-        if elsewhere is not None and name.lower() not in (each.lower() for each in self.block.names()):
+        if elsewhere is not None and name.lower() not in (each.lower() for each in self.block.declarations):
             return (elsewhere,)
-        known = (*self.frame.parameters, *self.block.names(), *names.BUILTINS, *scope.value_names(), "true", "false")
+        known = (
+            *self.frame.parameters,
+            *self.block.declarations,
+            *names.BUILTINS,
+            *scope.value_names(),
+            "true",
+            "false",
+        )
         if self.where == names.WEIGHTS:
             known = (*known, *names.WEIGHT_FORMS)
         ways = [f"tensor {name}: f32[…]"] if self.where.tensors else []

@@ -62,7 +62,6 @@ class _Loader:
 
     reader: Reader
     report: Report
-    standard: Mapping[str, Macro]
     sources: list[Source] = field(default_factory=list)
     exports: dict[str, Scope] = field(default_factory=dict)
     chain: list[str] = field(default_factory=list)
@@ -74,7 +73,7 @@ class _Loader:
         parsed = parse(source)
         for diagnostic in parsed.diagnostics:
             self.report.put(diagnostic)
-        known = dict(self.standard)
+        known = dict(standard_definitions())
         lost = parsed.lost
         uncertain = any(isinstance(item, syntax.Broken) and item.keyword == "import" for item in parsed.file.items)
         for item in parsed.file.items:
@@ -156,6 +155,6 @@ def standard_definitions() -> Mapping[str, Macro]:
 
 def load_library(source: Source, reader: Reader, report: Report) -> Library:
     """The file with everything that it sees."""
-    loader = _Loader(reader, report, standard_definitions())
+    loader = _Loader(reader, report)
     parsed, scope = loader.load(source)
     return Library(parsed.file, scope, tuple(loader.sources), tuple(source.text.split("\n")))

@@ -244,7 +244,7 @@ def _listing(block: Block, name: syntax.Name) -> Captured | None:
     """The tensor whose elements are numbers of blocks."""
     meaning = block.find(name.text, name.span)
     if meaning is None:
-        hints = suggestion(name.text, block.names())
+        hints = suggestion(name.text, block.declarations)
         block.report.add("E101", f"unknown tensor '{name.text}'", name.span, hints=hints or _LISTS)
         return None
     if meaning.value is None:
