@@ -43,17 +43,14 @@ class Prover:
 
     def inside(self, position: Expr, extent: Expr, facts: Facts = NO_FACTS) -> bool:
         """Whether 0 ≤ position < extent, always."""
-        at, end = self._linear(position, facts), self._linear(extent, facts)
+        at, end = self._evaluator.linear(position, facts), self._evaluator.linear(extent, facts)
         return self.nonnegative(at, facts) and self.nonnegative(end.plus(at, -1).plus(Linear(-1)), facts)
 
     def outside(self, position: Expr, extent: Expr, facts: Facts = NO_FACTS) -> bool:
         """Whether position < 0 always, or extent ≤ position always."""
-        at, end = self._linear(position, facts), self._linear(extent, facts)
+        at, end = self._evaluator.linear(position, facts), self._evaluator.linear(extent, facts)
         below = Linear(-1).plus(at, -1)
         return self.nonnegative(below, facts) or self.nonnegative(at.plus(end, -1), facts)
-
-    def _linear(self, expr: Expr, facts: Facts) -> Linear:
-        return self._evaluator.linear(expr, facts)
 
     def nonnegative(self, form: Linear, facts: Facts = NO_FACTS, depth: int = _MAX_CASES) -> bool:
         """Whether the form is never negative where the facts hold."""
@@ -95,7 +92,7 @@ class Prover:
         """Values one of which the atom has, or which bound it on the side that counts."""
 
         def form(expr: Expr) -> Linear:
-            return self._linear(expr, facts)
+            return self._evaluator.linear(expr, facts)
 
         match atom:
             case Apply(op="where", args=(c, x, y)):
@@ -120,7 +117,7 @@ class Prover:
         x, divisor = atom.args
         if isinstance(divisor, Literal) and divisor.value > 0:
             c = int(divisor.value)
-            bound = self._linear(x, facts).plus(Linear(1 - c if coefficient > 0 else 0))
+            bound = self._evaluator.linear(x, facts).plus(Linear(1 - c if coefficient > 0 else 0))
             yield ((Linear().plus(rest, c).plus(bound, coefficient), None),)
 
     def _divisions(self, form: Linear, facts: Facts) -> Iterator[tuple[Case, ...]]:
@@ -139,7 +136,7 @@ class Prover:
                     continue
                 if len(form.terms) == 2 and form.constant % m == 0:
                     shift = Linear(form.constant // m * int(divisor.value))
-                    x, y = (self._linear(each.args[0], facts) for each in (above, below))
+                    x, y = (self._evaluator.linear(each.args[0], facts) for each in (above, below))
                     yield ((x.plus(y, -1).plus(shift), None),)
 
     def _at_ends(self, form: Linear) -> Linear:

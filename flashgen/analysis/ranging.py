@@ -47,17 +47,20 @@ def bounds(
     return evaluator.range(expr, evaluator.facts(conditions) or NO_FACTS)
 
 
+def range_of_number(value: bool | int | float) -> Range:
+    """The range of a value that is known."""
+    if isinstance(value, bool):
+        return interval.truth(value)
+    return IntRange(value, value) if isinstance(value, int) else point(value)
+
+
 def plain_range(
     node: Expr, ranges: Mapping[Expr, Range], loads: LoadRange | None, children: tuple[Range, ...]
 ) -> Range:
     """The range of one node over ranges of its children, without conditions."""
     match node:
-        case Literal(value=bool() as value):
-            return interval.truth(value)
-        case Literal(value=int() as value):
-            return IntRange(value, value)
         case Literal(value=value):
-            return point(float(value))
+            return range_of_number(value)
         case Symbol():
             return ranges.get(node, interval.full(node.type))
         case Load():

@@ -17,9 +17,9 @@ from flashgen.language import foreign, names, syntax
 from flashgen.language.constants import ConstantError, number
 from flashgen.language.frames import Bound, Captured, Frame, Meaning
 from flashgen.language.functions import FUNCTIONS, INFIX
-from flashgen.language.library import Macro, Scope
+from flashgen.language.library import Macro
 from flashgen.language.names import Place
-from flashgen.language.nodes import Budget, Nodes, TooLargeError
+from flashgen.language.nodes import Nodes, TooLargeError
 from flashgen.language.report import Report
 from flashgen.language.suggest import suggestion, unknown_function, wrong_count
 
@@ -33,12 +33,12 @@ _MAX_LEVELS = 160
 class Expressions:
     """Resolves the expressions of one statement."""
 
-    def __init__(self, place: Place, scope: Scope, block: Block, report: Report, budget: Budget) -> None:
+    def __init__(self, place: Place, block: Block) -> None:
         self.where = place
-        self.frame = Frame(scope)
+        self.frame = Frame(block.scope)
         self.block = block
-        self.report = report
-        self.nodes = Nodes(report, budget)
+        self.report = block.report
+        self.nodes = Nodes(block.report, block.budget)
         self.level = 0
         self.written_out: dict[Macro, Expr | None] = {}  # definitions without parameters, each once
 
@@ -182,20 +182,13 @@ class Expressions:
 
     def _instead_of(self, name: str) -> tuple[str, ...]:
         """What the writer of an unknown name may have meant."""
-        scope = self.frame.scope
+        scope, declared = self.frame.scope, self.block.declarations
         if self.where == names.SHAPE:
             return suggestion(name, (*self.block.constant_names(), *names.SIZES)) or (names.OWN_SIZE,)
         elsewhere = foreign.NAMES.get(name)
-        if elsewhere is not None and name.lower() not in (each.lower() for each in self.block.declarations):
+        if elsewhere is not None and name.lower() not in (each.lower() for each in declared):
             return (elsewhere,)
-        known = (
-            *self.frame.parameters,
-            *self.block.declarations,
-            *names.BUILTINS,
-            *scope.value_names(),
-            "true",
-            "false",
-        )
+        known = (*self.frame.parameters, *declared, *names.BUILTINS, *scope.value_names(), "true", "false")
         if self.where == names.WEIGHTS:
             known = (*known, *names.WEIGHT_FORMS)
         ways = [f"tensor {name}: f32[…]"] if self.where.tensors else []

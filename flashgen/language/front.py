@@ -38,8 +38,7 @@ def parse_file(path: str | Path, constants: Mapping[str, Value] | None = None) -
 
     Raises ``SpecError`` with all errors.
     """
-    path = Path(spec_file(path))
-    return _specs(read_source(path, str(path)), Reader(), constants or {})
+    return _specs(read_source(str(Path(spec_file(path)))), Reader(), constants or {})
 
 
 def parse_text(

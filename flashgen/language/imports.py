@@ -35,7 +35,7 @@ class Reader:
     def read(self, name: str, written: str) -> Source:
         """The file of that name, ``written`` as in the import; raises ``SpecError``."""
         if self.texts is None:
-            return read_source(Path(name), name, imported=True)
+            return read_source(name, imported=True)
         text = self.texts.get(name, self.texts.get(written))
         if text is None:
             raise SpecError((Diagnostic("E001", "the file does not exist", None),))

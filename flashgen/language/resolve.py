@@ -53,7 +53,7 @@ def resolve(
         if local.has_errors or report.has_errors:  # an error in a definition empties what uses it
             return None
         spec = _spec(tree, parts, constants, library)
-        warn(spec, block, tree)
+        warn(spec, block)
     finally:
         for diagnostic in local.diagnostics:
             report.put(diagnostic)

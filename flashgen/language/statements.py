@@ -24,6 +24,7 @@ from flashgen.ir.weights import FORMS, Form, Weights
 from flashgen.language import names, syntax
 from flashgen.language.block import ELEMENT_TYPES, PARAM_TYPES, Block
 from flashgen.language.definitions import expressions_below
+from flashgen.language.expressions import Expressions
 from flashgen.language.frames import Captured
 from flashgen.language.names import Place
 from flashgen.language.suggest import suggestion
@@ -37,7 +38,7 @@ def typed(
     block: Block, node: syntax.Expression, place: Place, wanted: ScalarType, hints: Sequence[str] = ()
 ) -> Expr | None:
     """An expression of the wanted type; an int stands for a float."""
-    value = block.expressions(place).resolved(node, wanted)
+    value = Expressions(place, block).resolved(node, wanted)
     if value is not None and value.type is not wanted:
         article = "an" if value.type is ScalarType.INT else "a"
         noun = "an int" if wanted is ScalarType.INT else f"a {wanted}"
@@ -182,7 +183,7 @@ def tensor(block: Block, statement: syntax.Tensor) -> CapturedTensor | None:
 
 
 def _dimension(block: Block, name: str, node: syntax.Expression) -> Expr | None:
-    value = block.expressions(names.SHAPE).resolved(node)
+    value = Expressions(names.SHAPE, block).resolved(node)
     if value is None:
         return None
     if value.type is not ScalarType.INT:

@@ -215,7 +215,6 @@ class Entry:
 
     name: Name
     value: Expression
-    span: Span
 
 
 @dataclass(frozen=True, eq=False)
@@ -248,7 +247,6 @@ class Import:
 
     path: str
     path_span: Span
-    span: Span
 
 
 @dataclass(frozen=True, eq=False)
@@ -258,7 +256,6 @@ class Definition:
     name: Name
     parameters: tuple[Name, ...] | None
     body: Expression
-    span: Span
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,7 +264,6 @@ class Attention:
 
     name: Name
     statements: tuple[Statement, ...]
-    span: Span
 
 
 Item = Import | Definition | Attention | Broken
