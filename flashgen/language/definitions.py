@@ -157,7 +157,9 @@ def _check_recursion(own: Mapping[str, Macro], macros: dict[str, Macro], report:
                 _report_circle(path[path.index(name) :], macros, report)
             elif name in own and name not in done:
                 path.append(name)
-                pending.append(iter(_used(own[name])))
+                parameters = own[name].parameters or ()  # a callee is never one
+                used = [each.name for each, call in _uses(own[name].body) if call or each.name not in parameters]
+                pending.append(iter(used))
 
 
 def _report_circle(circle: list[str], macros: dict[str, Macro], report: Report) -> None:
@@ -168,11 +170,6 @@ def _report_circle(circle: list[str], macros: dict[str, Macro], report: Report) 
     hints = ("definitions are written out where they are used, so none can use itself",)
     report.add("E307", f"'{macro.name}' is defined by itself", macro.span, notes=notes, hints=hints)
     macros[macro.name] = replace(macro, sound=False)
-
-
-def _used(macro: Macro) -> list[str]:
-    """The names that a body uses, other than its parameters; a callee is never a parameter."""
-    return [name.name for name, call in _uses(macro.body) if call or name.name not in (macro.parameters or ())]
 
 
 def exported(scope: Scope, items: Iterable[syntax.Item]) -> Scope:

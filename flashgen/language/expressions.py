@@ -105,7 +105,7 @@ class Expressions:
         try:
             return literal(number(node.text), self.frame.place(node.span))
         except ConstantError as error:
-            self._error(error.code, error.message, node.span, (error.hint,) if error.hint else ())
+            self.nodes.constant_error(error, self.frame.place(node.span), self.frame.notes())
             return None
 
     # --- names

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashgen.diagnostics import Span
-from flashgen.ir.expr import literal, score_input
+from flashgen.ir.build import apply
+from flashgen.ir.expr import literal, score_input, size
 from flashgen.ir.spec import AttentionSpec, Schedule, Statement
 from flashgen.ir.types import ElementType
 from flashgen.ir.weights import Weights
@@ -31,6 +32,7 @@ _TOGETHER = {
     "head_dim": ("name them in one: 'head_dim 64, 128'",),
     "dtype": ("name them in one: 'dtype f16, bf16'",),
 }
+_DEFAULT_SCALE = apply("div", literal(1.0), apply("sqrt", size("D")))
 _REPEATABLE = frozenset({"const", "param", "tensor", "let"})
 
 
@@ -104,7 +106,7 @@ def _spec(
         constants=constants,
         params=tuple(parts.get("param", ())),
         tensors=tuple(parts.get("tensor", ())),
-        scale=one.get("scale", statements.default_scale()),
+        scale=one.get("scale", _DEFAULT_SCALE),
         score=one.get("score", score_input("s")),
         mask=one.get("mask", literal(True)),
         layout=one.get("layout"),

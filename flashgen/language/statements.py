@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flashgen.diagnostics import Span
-from flashgen.ir.build import apply
-from flashgen.ir.expr import Expr, Literal, Symbol, literal, size
+from flashgen.ir.expr import Expr, Literal, Symbol
 from flashgen.ir.spec import (
     CapturedTensor,
     HeadDim,
@@ -197,11 +196,6 @@ def _dimension(block: Block, name: str, node: syntax.Expression) -> Expr | None:
 
 
 # --- layout, select, dropout
-
-
-def default_scale() -> Expr:
-    """``1/sqrt(D)``."""
-    return apply("div", literal(1.0), apply("sqrt", size("D")))
 
 
 def layout(block: Block, statement: syntax.Layout) -> Layout | None:
