@@ -22,9 +22,9 @@ from enum import Enum
 from itertools import product
 from typing import Any
 
-from flashgen.analysis.identities import negation
+from flashgen.analysis.identities import make
 from flashgen.analysis.prover import SIZE_LIMIT, SIZE_OF, Prover, symbol_ranges
-from flashgen.analysis.ranging import NO_FACTS, Evaluator, Facts, bounds
+from flashgen.analysis.ranging import NO_FACTS, Evaluator
 from flashgen.analysis.selection import list_read
 from flashgen.analysis.simplify import simplify
 from flashgen.ir.build import apply
@@ -46,8 +46,6 @@ from flashgen.ir.interval import IntRange, Range
 from flashgen.ir.interval_float import point
 from flashgen.ir.spec import AttentionSpec, HeadDim, Layout
 from flashgen.ir.types import ScalarType
-
-__all__ = ["Conditions", "IndexProof", "IndexStatus", "bounds", "clamped_dimensions", "prove_indices"]
 
 _NOT_BY_SIZES = 2**20  # a range inside ± this, over all sizes, does not come from the sizes
 _MAX_CONTEXTS = 8  # sets of conditions kept apart for one load; beyond, what they share
@@ -176,11 +174,11 @@ def _implied(node: Expr, k: int) -> Context:
         case Apply(op="where", args=(c, _, _)), 1:
             return frozenset({c})
         case Apply(op="where", args=(c, _, _)), 2:
-            return frozenset({negation(c)})
+            return frozenset({make("not", c)})
         case Apply(op="and", args=(x, _)), 1:
             return frozenset({x})
         case Apply(op="or", args=(x, _)), 1:
-            return frozenset({negation(x)})
+            return frozenset({make("not", x)})
     return frozenset()
 
 
@@ -200,13 +198,8 @@ class Conditions:
 
     def __init__(self, contexts: tuple[Context, ...], ranges: Mapping[Expr, Range]) -> None:
         self.evaluator = Evaluator(ranges)
-        self.facts = tuple(facts for context in contexts if (facts := self._facts(context)) is not None)
-
-    def _facts(self, context: Context) -> Facts | None:
-        facts: Facts | None = NO_FACTS
-        for condition in sorted(context, key=lambda c: c.size):
-            facts = None if facts is None else self.evaluator.assume(facts, condition)
-        return facts
+        of_contexts = (self.evaluator.facts(sorted(context, key=lambda c: c.size)) for context in contexts)
+        self.facts = tuple(facts for facts in of_contexts if facts is not None)
 
     def range(self, expr: Expr) -> IntRange:
         """The hull over the contexts."""

@@ -20,14 +20,12 @@ from flashgen.analysis.pieces import MOST_DEPTH, MOST_PIECES, MOST_POSITIONS, bl
 from flashgen.analysis.range_program import Alternative, RangeProgram, range_program
 from flashgen.analysis.range_values import Flags, Ints, Known, Ranges, RangeValues
 from flashgen.analysis.ranging import LoadRange
-from flashgen.analysis.tiles import Tile, TileClass, tile_ranges
-from flashgen.ir.expr import Expr, index
+from flashgen.analysis.tiles import INDICES, Tile, TileClass, heads_of_key_head, tile_ranges
+from flashgen.ir.expr import Expr
 from flashgen.ir.interval import IntRange
 from flashgen.ir.types import ScalarType
 
 _Piece = tuple[int, int, int, int, int]  # the ends of i and of j, and how often it was cut
-
-_VARYING = {name: index(name) for name in ("b", "h", "hkv", "i", "j")}
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +155,7 @@ def _whole(boxes: Boxes) -> Known:
     """What is known of every symbol."""
     nowhere = IntRange(0, 0)
     known: Known = dict(tile_ranges(Tile(nowhere, nowhere, nowhere, nowhere, boxes.sizes, boxes.params)))
-    group = max(boxes.sizes.get("H", 1) // max(boxes.sizes.get("Hkv", 1), 1), 1)
+    group = heads_of_key_head(boxes.sizes)
     ends = {
         "b": (boxes.b, boxes.b),
         "h": (boxes.h, boxes.h),
@@ -165,7 +163,7 @@ def _whole(boxes: Boxes) -> Known:
         "i": (boxes.first_i, boxes.last_i),
         "j": (boxes.first_j, boxes.last_j),
     }
-    return known | {_VARYING[name]: Ranges(ScalarType.INT, columns) for name, columns in ends.items()}
+    return known | {INDICES[name]: Ranges(ScalarType.INT, columns) for name, columns in ends.items()}
 
 
 def _any_passes(alternatives: Iterable[Alternative], values: RangeValues, count: int) -> Flags:

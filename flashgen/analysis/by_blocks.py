@@ -9,7 +9,7 @@ as there are queries; these read them once for many queries, and leave a part of
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from flashgen.analysis.bounds import prove_indices
 from flashgen.analysis.selection import ListedBlocks, first_number, has_list_for_each_query, lowered
@@ -25,40 +25,33 @@ BLOCKS = (16, 32, 48, 64)  # keys of a block, which are a tile
 UNIT = 8  # heads that share keys come in groups of so many, as fragments have rows
 
 
-@dataclass(frozen=True)
-class Takes:
-    """Whether kernels by blocks of keys compute a spec at a head dimension; ``why`` not, in words."""
+def objection_to_blocks(spec: AttentionSpec, head_dim: HeadDim) -> str:
+    """Why kernels by blocks of keys do not compute a spec at a head dimension; empty where they do.
 
-    why: str = ""
-
-    def __bool__(self) -> bool:
-        return not self.why
-
-
-def takes_blocks(spec: AttentionSpec, head_dim: HeadDim) -> Takes:
-    """What follows from the spec; of a call's sizes ``plan/by_blocks.py`` decides."""
+    This follows from the spec; of a call's sizes ``plan/by_blocks.py`` decides.
+    """
     select = spec.select
     if select is None or not has_list_for_each_query(lowered(spec).tensors):
-        return Takes("there is no list for each query")
+        return "there is no list for each query"
     if index("h") in set(walk(*select.indices)):
-        return Takes("heads that share keys have lists of their own")
+        return "heads that share keys have lists of their own"
     if spec.layout is not None or spec.dropout is not None:
-        return Takes("blocks are drawn, or pairs dropped, by the positions of a head")
+        return "blocks are drawn, or pairs dropped, by the positions of a head"
     if select.block not in BLOCKS:
-        return Takes(f"blocks have {select.block} keys, not {', '.join(map(str, BLOCKS))}")
+        return f"blocks have {select.block} keys, not {', '.join(map(str, BLOCKS))}"
     if max(head_dim.qk, head_dim.v) > WIDEST:
-        return Takes(f"head dimensions are above {WIDEST}")
+        return f"head dimensions are above {WIDEST}"
     variant = analyse(replace(spec, select=None), head_dim)
     if not variant.weights.form.exponential:
-        return Takes("weights are no exponentials")
+        return "weights are no exponentials"
     if variant.uses_sqdist:
-        return Takes("scores use |q - k|²")
-    return Takes()
+        return "scores use |q - k|²"
+    return ""
 
 
 @functools.lru_cache(maxsize=64)
 def with_listed_blocks(spec: AttentionSpec, head_dim: HeadDim) -> Variant:
-    """The variant of a spec that ``takes_blocks``."""
+    """The variant of a spec to which there is no ``objection_to_blocks``."""
     select = spec.select
     assert select is not None, "keys are selected"
     plain, first = replace(spec, select=None), first_number(select)

@@ -103,14 +103,6 @@ class Term:
         return any(_reads_position(each) for each in later)
 
 
-@dataclass(frozen=True)
-class KeptPairs:
-    """A pair is kept where one of ``kept`` holds, and is not kept where one of ``dropped`` does."""
-
-    kept: tuple[Term, ...]
-    dropped: tuple[Term, ...]
-
-
 def is_point(expr: Expr) -> bool:
     """Whether it is one value for a whole head."""
     return level_of(expr) in (Level.LAUNCH, Level.HEAD)

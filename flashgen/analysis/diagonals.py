@@ -22,11 +22,7 @@ DISTANCE = index("distance")
 _I, _J = index("i"), index("j")
 
 
-def _always(_: Expr) -> bool:
-    return True
-
-
-def over_diagonals(variant: Variant, is_kept: Callable[[Expr], bool] = _always, *, sums: bool = True) -> Variant:
+def over_diagonals(variant: Variant, is_kept: Callable[[Expr], bool] = lambda _: True, *, sums: bool = True) -> Variant:
     """The variant with every such number that ``is_kept`` over ``distance``.
 
     ``sums``: so is every read by distance that receives a gradient, which can then be summed along diagonals.

@@ -137,7 +137,7 @@ def _guarded(product: Expr, partial: Expr, factor: _Factor) -> Expr:
     """The product, asked for only where the factor is not 0, unless ``_product`` saw to that."""
     if factor.chosen is not _Chosen.DEEPER or _has_literals_only(partial):
         return product
-    return _where(Apply(_BOOL, op="eq", args=(factor.value, _ZERO)), _ZERO, product)
+    return _where(_logic("eq", factor.value, _ZERO), _ZERO, product)
 
 
 def _has_literals_only(partial: Expr) -> bool:
@@ -181,13 +181,13 @@ def _where(c: Expr, x: Expr, y: Expr) -> Expr:
     if y == _ZERO and isinstance(x, Apply) and _has_zero(x):
         inner, here, there = x.args
         if here == _ZERO:
-            inner, here = _not(inner), there
-        return Apply(_FLOAT, op="where", args=(_junction("and", c, inner), here, _ZERO))
+            inner, here = _logic("not", inner), there
+        return Apply(_FLOAT, op="where", args=(_logic("and", c, inner), here, _ZERO))
     if x == _ZERO and isinstance(y, Apply) and _has_zero(y):
         inner, here, there = y.args
         if there == _ZERO:
-            inner, there = _not(inner), here
-        return Apply(_FLOAT, op="where", args=(_junction("or", c, inner), _ZERO, there))
+            inner, there = _logic("not", inner), here
+        return Apply(_FLOAT, op="where", args=(_logic("or", c, inner), _ZERO, there))
     return Apply(_FLOAT, op="where", args=(c, x, y))
 
 
@@ -195,12 +195,8 @@ def _has_zero(expr: Expr) -> bool:
     return isinstance(expr, Apply) and expr.op == "where" and _ZERO in expr.args[1:]
 
 
-def _not(x: Expr) -> Expr:
-    return Apply(_BOOL, op="not", args=(x,))
-
-
-def _junction(op: str, x: Expr, y: Expr) -> Expr:
-    return Apply(_BOOL, op=op, args=(x, y))
+def _logic(op: str, *args: Expr) -> Expr:
+    return Apply(_BOOL, op=op, args=args)
 
 
 def _sum(x: Expr, y: Expr) -> Expr:

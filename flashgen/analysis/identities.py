@@ -268,11 +268,6 @@ def _abs(x: Expr) -> Expr | None:
 # Logic ----------------------------------------------------------------------------------------------------------------
 
 
-def negation(x: Expr) -> Expr:
-    """``not x``, simplified."""
-    return make("not", x)
-
-
 def _not(x: Expr) -> Expr | None:
     if (inner := _args(x, "not")) is not None:
         return inner[0]
@@ -291,7 +286,7 @@ def _junction(neutral: bool) -> Callable[[Expr, Expr], Expr | None]:
                 return other if truth is neutral else one
         if x == y:
             return x
-        return literal(not neutral) if negation(x) == y else None
+        return literal(not neutral) if make("not", x) == y else None
 
     return rule
 
@@ -304,7 +299,7 @@ def _comparison(op: str) -> Callable[[Expr, Expr], Expr | None]:
             return literal(op in ("le", "ge", "eq"))
         for one, other in ((x, y), (y, x)):
             if (truth := _truth(one)) is not None:
-                return other if truth is (op == "eq") else negation(other)
+                return other if truth is (op == "eq") else make("not", other)
         return None
 
     return rule
@@ -330,9 +325,9 @@ def _where_of_bools(c: Expr, x: Expr, y: Expr) -> Expr | None:
     if _truth(x) is True:
         return make("or", c, y)
     if _truth(x) is False:
-        return make("and", negation(c), y)
+        return make("and", make("not", c), y)
     if _truth(y) is True:
-        return make("or", negation(c), x)
+        return make("or", make("not", c), x)
     return make("and", c, x) if _truth(y) is False else None
 
 

@@ -1,7 +1,7 @@
 """Whether a tile may hold a kept pair, or one that is not: the mask as unions of constraints on a box.
 
-Stage: analyse and after. In: the condition under which a pair is kept. Out: ``KeptPairs``: the condition and its
-negation, each as alternatives (``Term``) of constraints that hold together (``constraints.py``). A comparison of ints
+Stage: analyse and after. In: the condition under which a pair is kept. Out: the condition, or its
+negation, as alternatives (``Term``) of constraints that hold together (``constraints.py``). A comparison of ints
 that are sums of what depends on the row alone and on the column alone bounds such a sum (``comparisons.py``). Over a
 box of rows and columns an alternative restricts i and j, then bounds every form in turn; it is possible where no range
 comes out empty. Bounds on one form meet before they are asked for, and the negation of a union is an intersection:
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from flashgen.analysis.comparisons import bound, has_opposite, remainder, sum_of
-from flashgen.analysis.constraints import Bound, Form, KeptPairs, Limit, Term, Truth, Unequal, block_of, is_point
+from flashgen.analysis.constraints import Bound, Form, Limit, Term, Truth, Unequal, block_of, is_point
 from flashgen.analysis.identities import make
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.linear import Linear
@@ -32,10 +32,13 @@ _MOST_SIDES = 6  # of one comparison: each minimum, maximum or choice in it adds
 _HALVES = {"eq": ("le", "ge"), "ne": ("lt", "gt")}
 
 
-def kept_pairs(keep: Expr) -> KeptPairs:
-    """Both sides of the condition under which a pair is kept."""
-    reader = _Reader()
-    return KeptPairs(reader.terms(keep, True), reader.terms(keep, False))
+def kept_terms(keep: Expr, value: bool = True) -> tuple[Term, ...]:
+    """The alternatives under which a pair is kept, or, for the ``value`` False, is not."""
+    whole = _Reader().parts(keep, value)
+    split = [part for parts in whole for part in _split(parts)]
+    alternatives = split if len(split) <= 2 * MOST_TERMS else whole
+    found = dict.fromkeys(term for parts in alternatives if (term := _term(parts)) is not None)
+    return (Term(),) if Term() in found else tuple(found)
 
 
 _Part = Bound | Unequal | Truth
@@ -49,16 +52,8 @@ class _Reader:
     def __init__(self) -> None:
         self._found: dict[_Wanted, list[_Parts]] = {}
 
-    def terms(self, keep: Expr, value: bool) -> tuple[Term, ...]:
-        """The alternatives under which ``keep`` is ``value``."""
-        whole = self.parts(keep, value)
-        split = [part for parts in whole for part in _split(parts)]
-        alternatives = split if len(split) <= 2 * MOST_TERMS else whole
-        found = dict.fromkeys(term for parts in alternatives if (term := _term(parts)) is not None)
-        return (Term(),) if Term() in found else tuple(found)
-
     def parts(self, condition: Expr, value: bool) -> list[_Parts]:
-        """The same, not yet joined to terms."""
+        """The alternatives under which ``condition`` is ``value``, not yet joined to terms."""
         wanted = (condition, value)
         if wanted not in self._found:
             parts = self._parts(condition, value)

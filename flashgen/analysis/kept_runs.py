@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashgen.analysis.comparisons import natural_ends, sum_of
-from flashgen.analysis.constraints import COLUMN, Bound, Limit, Term, Truth, is_point
-from flashgen.analysis.kept import kept_pairs
+from flashgen.analysis.constraints import COLUMN, Term, Truth, is_point
+from flashgen.analysis.kept import kept_terms
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.linear import Linear
 from flashgen.analysis.prover import SIZE_LIMIT
@@ -50,7 +50,7 @@ class Run:
 
 def kept_runs(keep: Expr, axis: Symbol) -> tuple[Run, ...] | None:
     """The runs along ``axis`` (i or j) of a line of the other one; None where a pair has to be asked."""
-    terms = kept_pairs(keep).kept
+    terms = kept_terms(keep)
     if not 0 < len(terms) <= MOST_RUNS:
         return None
     runs: list[Run] = []
@@ -81,7 +81,10 @@ def _run(term: Term, axis: Symbol) -> Run | None:
         if any(limit.sides for limit in (*bound.least, *bound.most)):
             return None  # it holds only where nothing wraps
         across = {atom: c for atom, c in bound.form.terms if level_of(atom) is line}
-        from_least, from_most = _differences(bound, Linear(0, across))
+        from_least, from_most = (  # less what is the same along the line
+            [Linear(each.constant, dict(each.points)).plus(Linear(0, across), -1) for each in limits]
+            for limits in (bound.least, bound.most)
+        )
         moving = [(atom, c) for atom, c in bound.form.terms if atom not in across]
         if not moving:
             not_negative += [*(Linear().plus(each, -1) for each in from_least), *from_most]
@@ -109,12 +112,3 @@ def _divided(atom: Expr, axis: Symbol) -> tuple[Linear, Expr] | None:
             if total.terms.get(axis) == 1 and all(map(is_point, shift.terms)) and fits_position(total):
                 return shift, c
     return None
-
-
-def _differences(bound: Bound, rest: Linear) -> tuple[list[Linear], list[Linear]]:
-    """Of least ≤ ± p + rest ≤ most: every least less rest, every most less rest."""
-
-    def less_rest(limit: Limit) -> Linear:
-        return Linear(limit.constant, dict(limit.points)).plus(rest, -1)
-
-    return [less_rest(each) for each in bound.least], [less_rest(each) for each in bound.most]

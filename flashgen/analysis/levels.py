@@ -27,18 +27,14 @@ class Level(Enum):
         return self in (lanes, Level.DIAGONAL, Level.PAIR)
 
 
-def level_of_indices(indices: frozenset[str]) -> Level:
-    """The level of a value with this index set."""
+def level_of(expr: Expr) -> Level:
+    """The level of an expression."""
+    indices = index_set(expr)
     positions = {"i": Level.ROW, "j": Level.COLUMN, "distance": Level.DIAGONAL}
     found = [level for name, level in positions.items() if name in indices]
     if found:
         return found[0] if len(found) == 1 else Level.PAIR
     return Level.HEAD if indices else Level.LAUNCH
-
-
-def level_of(expr: Expr) -> Level:
-    """The level of an expression."""
-    return level_of_indices(index_set(expr))
 
 
 def kept_level(expr: Expr) -> Level:

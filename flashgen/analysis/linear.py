@@ -43,11 +43,6 @@ class Linear:
         return frozenset(self.terms.items())
 
 
-def atom_form(atom: Expr) -> Linear:
-    """1 · atom."""
-    return Linear(0, {atom: 1})
-
-
 def linear(expr: Expr, range_of: RangeOf) -> Linear:
     """The linear form of an int expression."""
     if isinstance(expr, Literal):
@@ -56,7 +51,7 @@ def linear(expr: Expr, range_of: RangeOf) -> Linear:
         form = _linear_apply(expr, range_of)
         if form is not None:
             return form
-    return atom_form(expr)
+    return Linear(0, {expr: 1})
 
 
 def _linear_apply(expr: Apply, range_of: RangeOf) -> Linear | None:
@@ -70,7 +65,7 @@ def _linear_apply(expr: Apply, range_of: RangeOf) -> Linear | None:
         case ("ceildiv", (x, Literal(value=c))) if c > 0:
             padded = Apply(ScalarType.INT, op="add", args=(x, literal(int(c) - 1)))
             if not wraps(padded, range_of):
-                return atom_form(Apply(ScalarType.INT, op="floordiv", args=(padded, literal(int(c)))))
+                return Linear(0, {Apply(ScalarType.INT, op="floordiv", args=(padded, literal(int(c)))): 1})
     return None
 
 

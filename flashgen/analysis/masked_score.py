@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from flashgen.analysis.identities import make, negation
+from flashgen.analysis.identities import make
 from flashgen.analysis.simplify import simplify
 from flashgen.ir.expr import Apply, Expr, Symbol, SymbolKind, literal
 
@@ -69,7 +69,7 @@ class _Splitter:
 
     def _choice(self, c: Expr, x: _Split, y: _Split) -> _Split:
         if x.keep == _FALSE:
-            return self._only(negation(c), y)
+            return self._only(make("not", c), y)
         if y.keep == _FALSE:
             return self._only(c, x)
         score, by_score = make("where", c, x.score, y.score), make("where", c, x.by_score, y.by_score)
@@ -98,7 +98,7 @@ class _Splitter:
 
     def _need(self, condition: Expr, value: bool) -> Expr:
         if not self._reads_score(condition):
-            return condition if value else negation(condition)
+            return condition if value else make("not", condition)
         match condition:
             case Apply(op="not", args=(x,)):
                 return self._needed(x, not value)
@@ -123,5 +123,5 @@ def conjuncts(condition: Expr) -> tuple[Expr, ...]:
         case Apply(op="and", args=(x, y)):
             return (*conjuncts(x), *conjuncts(y))
         case Apply(op="not", args=(Apply(op="or", args=(x, y)),)):
-            return (*conjuncts(negation(x)), *conjuncts(negation(y)))
+            return (*conjuncts(make("not", x)), *conjuncts(make("not", y)))
     return (condition,)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from flashgen.analysis.levels import observed_loads
+from flashgen.analysis.tiles import heads_of_key_head
 from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind, index, index_set, substitute, walk
 from flashgen.ir.operators import OPERATORS
 from flashgen.ir.operators_numpy import NUMPY
@@ -49,9 +50,8 @@ def _values(
     load: Load, position: str, tensors: Mapping[str, Any], sizes: Mapping[str, int], params: Mapping[str, Any]
 ) -> Any:
     """What all positions read, of each b and h; [B or 1, H or 1, N or 1]."""
-    group = max(sizes["H"] // max(sizes["Hkv"], 1), 1)
     heads = np.arange(sizes["H"])[:, None]
-    symbols = {"b": np.arange(sizes["B"])[:, None, None], "h": heads, "hkv": heads // group}
+    symbols = {"b": np.arange(sizes["B"])[:, None, None], "h": heads, "hkv": heads // heads_of_key_head(sizes)}
     symbols[position] = np.arange(sizes[_POSITION[position]])
     done: dict[Expr, Any] = {}
     with np.errstate(all="ignore"):

@@ -44,7 +44,7 @@ def scales(spec: AttentionSpec) -> tuple[Scale, ...]:
     kinds = {each.name: each.element.scalar for each in spec.tensors if each.element in _WIDEST and each.name in read}
     found = _Uses(dict.fromkeys(kinds, Use.ORDER), {name: {name} for name in kinds}, kinds)
     for node in nodes:
-        found.add(node)
+        found.sums[node] = found.of(node)
     found.settle(*roots)
     if spec.select is not None and spec.select.tensor in kinds:
         found.uses[spec.select.tensor] = Use.VALUE
@@ -87,16 +87,13 @@ class _Uses:
     kinds: Mapping[str, ScalarType]
     sums: dict[Expr, _Sum] = field(default_factory=dict)
 
-    def add(self, node: Expr) -> None:
-        """Look at a node whose children have been."""
-        self.sums[node] = self._sum(node)
-
     def settle(self, *nodes: Expr) -> None:
         """Take the values of nodes for what they are."""
         for node in nodes:
             self._meet(self.sums[node], Use.DIFFERENCE)
 
-    def _sum(self, node: Expr) -> _Sum:
+    def of(self, node: Expr) -> _Sum:
+        """What a node is whose children are in ``sums``; what of these counts is marked."""
         own = [self.sums[child] for child in node.children]
         match node:
             case Load(tensor=name):

@@ -28,7 +28,7 @@ from flashgen.analysis.constraints import (
     block_of,
     is_point,
 )
-from flashgen.analysis.kept import kept_pairs
+from flashgen.analysis.kept import kept_terms
 from flashgen.analysis.levels import Level, level_of
 from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, index_set, walk
 from flashgen.ir.interval import IntRange
@@ -44,8 +44,7 @@ def stays_open(keep: Expr) -> bool:
     """Whether a mask over positions alone may leave tiles open that hold no pair, or only kept ones."""
     if _reads_tensors(keep):
         return False
-    kept = kept_pairs(keep)
-    return not all(is_decided(term) for term in (*kept.kept, *kept.dropped))
+    return not all(is_decided(term) for value in (True, False) for term in kept_terms(keep, value))
 
 
 @functools.lru_cache(maxsize=256)
@@ -54,7 +53,7 @@ def is_cut(keep: Expr) -> bool:
 
     Where it compares positions ranges leave few; on an H200 to look for them took as long as half a forward pass.
     """
-    return stays_open(keep) and any(term.truths for term in kept_pairs(keep).kept)
+    return stays_open(keep) and any(term.truths for term in kept_terms(keep))
 
 
 def is_irregular(keep: Expr) -> bool:
@@ -65,7 +64,7 @@ def is_irregular(keep: Expr) -> bool:
         term.truths
         or term.unequal
         or not all(_has_no_gaps(atom) for bound in term.bounds for atom, _ in bound.form.terms)
-        for term in kept_pairs(keep).kept
+        for term in kept_terms(keep)
     )
 
 

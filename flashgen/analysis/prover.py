@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from flashgen.analysis.identities import negation
-from flashgen.analysis.linear import Linear, atom_form, range_of_form
+from flashgen.analysis.identities import make
+from flashgen.analysis.linear import Linear, range_of_form
 from flashgen.analysis.ranging import NO_FACTS, Evaluator, Facts
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, index, literal, size
@@ -43,17 +43,14 @@ class Prover:
 
     def inside(self, position: Expr, extent: Expr, facts: Facts = NO_FACTS) -> bool:
         """Whether 0 ≤ position < extent, always."""
-        at, end = self._linear(position, facts), self._linear(extent, facts)
+        at, end = self._evaluator.linear(position, facts), self._evaluator.linear(extent, facts)
         return self.nonnegative(at, facts) and self.nonnegative(end.plus(at, -1).plus(Linear(-1)), facts)
 
     def outside(self, position: Expr, extent: Expr, facts: Facts = NO_FACTS) -> bool:
         """Whether position < 0 always, or extent ≤ position always."""
-        at, end = self._linear(position, facts), self._linear(extent, facts)
+        at, end = self._evaluator.linear(position, facts), self._evaluator.linear(extent, facts)
         below = Linear(-1).plus(at, -1)
         return self.nonnegative(below, facts) or self.nonnegative(at.plus(end, -1), facts)
-
-    def _linear(self, expr: Expr, facts: Facts) -> Linear:
-        return self._evaluator.linear(expr, facts)
 
     def nonnegative(self, form: Linear, facts: Facts = NO_FACTS, depth: int = _MAX_CASES) -> bool:
         """Whether the form is never negative where the facts hold."""
@@ -95,23 +92,23 @@ class Prover:
         """Values one of which the atom has, or which bound it on the side that counts."""
 
         def form(expr: Expr) -> Linear:
-            return self._linear(expr, facts)
+            return self._evaluator.linear(expr, facts)
 
         match atom:
             case Apply(op="where", args=(c, x, y)):
-                yield (form(x), c), (form(y), negation(c))
+                yield (form(x), c), (form(y), make("not", c))
             case Apply(op="min" | "max" as op, args=(x, y)):
                 if (op == "min") is (coefficient < 0):  # min is no more than either
                     yield ((form(x), None),)
                     yield ((form(y), None),)
                 less = apply("le", x, y)
-                first, second = (less, negation(less)) if op == "min" else (negation(less), less)
+                first, second = (less, make("not", less)) if op == "min" else (make("not", less), less)
                 yield (form(x), first), (form(y), second)
             case Apply(op="clamp", args=(x, lo, hi)):
                 yield ((form(apply("min", apply("max", x, lo), hi)), None),)
             case Apply(op="abs", args=(x,)) if self._lowest(x, facts) > INT_MIN:
                 negative = apply("lt", x, literal(0))
-                yield (form(x), negation(negative)), (Linear().plus(form(x), -1), negative)
+                yield (form(x), make("not", negative)), (Linear().plus(form(x), -1), negative)
             case Apply(op="mod", args=(_, n)) if self._lowest(n, facts) >= 1:
                 yield ((Linear() if coefficient > 0 else form(n).plus(Linear(-1)), None),)
 
@@ -120,7 +117,7 @@ class Prover:
         x, divisor = atom.args
         if isinstance(divisor, Literal) and divisor.value > 0:
             c = int(divisor.value)
-            bound = self._linear(x, facts).plus(Linear(1 - c if coefficient > 0 else 0))
+            bound = self._evaluator.linear(x, facts).plus(Linear(1 - c if coefficient > 0 else 0))
             yield ((Linear().plus(rest, c).plus(bound, coefficient), None),)
 
     def _divisions(self, form: Linear, facts: Facts) -> Iterator[tuple[Case, ...]]:
@@ -139,14 +136,14 @@ class Prover:
                     continue
                 if len(form.terms) == 2 and form.constant % m == 0:
                     shift = Linear(form.constant // m * int(divisor.value))
-                    x, y = (self._linear(each.args[0], facts) for each in (above, below))
+                    x, y = (self._evaluator.linear(each.args[0], facts) for each in (above, below))
                     yield ((x.plus(y, -1).plus(shift), None),)
 
     def _at_ends(self, form: Linear) -> Linear:
         """Each index at the end that makes the form smallest."""
         for atom, coefficient in form.terms.items():
             if isinstance(atom, Symbol) and atom.kind is SymbolKind.INDEX:
-                end = atom_form(size(SIZE_OF[atom.name])).plus(Linear(-1))
+                end = Linear(-1, {size(SIZE_OF[atom.name]): 1})
                 form = form.without(atom).plus(end if coefficient < 0 else Linear(), coefficient)
         return form
 

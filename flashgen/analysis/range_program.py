@@ -25,7 +25,7 @@ from flashgen.analysis.constraints import (
     block_of,
     is_point,
 )
-from flashgen.analysis.kept import kept_pairs
+from flashgen.analysis.kept import kept_terms
 from flashgen.ir.expr import Apply, Expr, Load, Symbol
 from flashgen.ir.types import ScalarType
 
@@ -188,10 +188,9 @@ def _of_end(end: End) -> tuple[Register, ...]:
 @functools.lru_cache(maxsize=32)
 def range_program(keep: Expr) -> RangeProgram:
     """The program of a mask."""
-    pairs = kept_pairs(keep)
     lowering = _Lowering()
-    dropped = tuple(lowering.alternative(term) for term in pairs.dropped)
-    kept = tuple(lowering.alternative(term) for term in pairs.kept)
+    dropped = tuple(lowering.alternative(term) for term in kept_terms(keep, False))
+    kept = tuple(lowering.alternative(term) for term in kept_terms(keep))
     return RangeProgram(lowering.steps, kept, dropped)
 
 

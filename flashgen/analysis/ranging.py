@@ -44,10 +44,14 @@ def bounds(
 ) -> Range:
     """The range of ``expr``, given ranges of symbols and conditions that are true."""
     evaluator = Evaluator(ranges, loads)
-    facts: Facts | None = NO_FACTS
-    for condition in conditions:
-        facts = None if facts is None else evaluator.assume(facts, condition)
-    return evaluator.range(expr, NO_FACTS if facts is None else facts)
+    return evaluator.range(expr, evaluator.facts(conditions) or NO_FACTS)
+
+
+def range_of_number(value: bool | int | float) -> Range:
+    """The range of a value that is known."""
+    if isinstance(value, bool):
+        return interval.truth(value)
+    return IntRange(value, value) if isinstance(value, int) else point(value)
 
 
 def plain_range(
@@ -55,12 +59,8 @@ def plain_range(
 ) -> Range:
     """The range of one node over ranges of its children, without conditions."""
     match node:
-        case Literal(value=bool() as value):
-            return interval.truth(value)
-        case Literal(value=int() as value):
-            return IntRange(value, value)
         case Literal(value=value):
-            return point(float(value))
+            return range_of_number(value)
         case Symbol():
             return ranges.get(node, interval.full(node.type))
         case Load():
@@ -138,6 +138,13 @@ class Evaluator:
         return linear(expr, lambda node: self.range(node, facts))
 
     # Conditions -------------------------------------------------------------------------------------------------------
+
+    def facts(self, conditions: Iterable[Expr]) -> Facts | None:
+        """What is known where all of these hold; None where they cannot."""
+        facts: Facts | None = NO_FACTS
+        for condition in conditions:
+            facts = None if facts is None else self.assume(facts, condition)
+        return facts
 
     def assume(self, facts: Facts, condition: Expr, truth: bool = True) -> Facts | None:
         """``facts``, and that ``condition`` is ``truth``; None where that cannot be."""

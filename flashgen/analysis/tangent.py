@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from flashgen.analysis.differentiate import derivative, derivatives
 from flashgen.analysis.simplify import simplify
-from flashgen.analysis.variant import DOT, SQDIST, CapturedGradient, S, Slopes, Tangent, Variant, reads_of
+from flashgen.analysis.variant import DOT, SQDIST, CapturedGradient, S, Slopes, Tangent, Variant, partials, reads_of
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Expr, Load, Symbol, literal, score_input
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param, Schedule
@@ -136,11 +136,8 @@ def _gradients(
     learned = {each.name for each in captured if each.grad}
     own = {each.read: each for each in variant.gradients}
     reads = dict.fromkeys((*own, *reads_of(learned, *moved)))
-    by_read = [{} if root is None else derivatives(root, list(reads)) for root in moved]
     found = []
-    for read in reads:
-        parts = [of.get(read, literal(0.0)) for of in by_read]
-        score, weight, sink = (None if part == literal(0.0) else part for part in parts)
+    for read, (score, weight, sink) in partials(list(reads), moved):
         gradient = own.get(read) or CapturedGradient(read, None, None, None)
         if read in own or any(part is not None for part in (score, weight, sink)):
             found.append(

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from flashgen.analysis.levels import Level, level_of
-from flashgen.analysis.ranging import LoadRange
+from flashgen.analysis.ranging import LoadRange, range_of_number
 from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index, size
-from flashgen.ir.interval import FULL_FLOAT, BoolRange, FloatRange, IntRange, Range, full, truth
-from flashgen.ir.interval_float import outward, point
+from flashgen.ir.interval import FULL_FLOAT, BoolRange, FloatRange, IntRange, Range, full
+from flashgen.ir.interval_float import outward
 from flashgen.ir.types import ScalarType
 
 MOST_ELEMENTS = 4  # of a dimension, of elements that a pair reads; ranges.h says the same
@@ -44,26 +44,25 @@ class Tile:
 
 
 _SIZES = {name: size(name) for name in ("B", "H", "Hkv", "Nq", "Nk", "D", "Dv")}
-_INDICES = {name: index(name) for name in ("b", "h", "i", "j", "hkv")}
+INDICES = {name: index(name) for name in ("b", "h", "i", "j", "hkv")}
+
+
+def heads_of_key_head(sizes: Mapping[str, int]) -> int:
+    """How many query heads share a key/value head."""
+    return max(sizes.get("H", 1) // max(sizes.get("Hkv", 1), 1), 1)
 
 
 def tile_ranges(tile: Tile) -> dict[Expr, Range]:
     """What is known of every symbol on a tile."""
     ranges: dict[Expr, Range] = {_SIZES[name]: IntRange(value, value) for name, value in tile.sizes.items()}
     for name, r in (("b", tile.b), ("h", tile.h), ("i", tile.i), ("j", tile.j)):
-        ranges[_INDICES[name]] = r
-    group = max(tile.sizes.get("H", 1) // max(tile.sizes.get("Hkv", 1), 1), 1)
-    ranges[_INDICES["hkv"]] = IntRange(tile.h.lo // group, tile.h.hi // group)
+        ranges[INDICES[name]] = r
+    group = heads_of_key_head(tile.sizes)
+    ranges[INDICES["hkv"]] = IntRange(tile.h.lo // group, tile.h.hi // group)
     for name, value in tile.params.items():
         # Symbols are equal by name and kind; the type is the value's.
-        ranges[Symbol(ScalarType.FLOAT, name=name, kind=SymbolKind.PARAM)] = _constant(value)
+        ranges[Symbol(ScalarType.FLOAT, name=name, kind=SymbolKind.PARAM)] = range_of_number(value)
     return ranges
-
-
-def _constant(value: bool | int | float) -> Range:
-    if isinstance(value, bool):
-        return truth(value)
-    return IntRange(value, value) if isinstance(value, int) else point(value)
 
 
 def loads_of(tensors: Mapping[str, Any]) -> LoadRange:

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from flashgen.analysis.bounds import IndexProof, known_symbols, prove_indices
 from flashgen.analysis.differentiate import derivative, derivatives
 from flashgen.analysis.factors import factor_of_dot, gathered, is_of_launch
-from flashgen.analysis.levels import Level, level_of_indices
+from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.masked_score import split_masked_score
 from flashgen.analysis.selection import ListedBlocks, lowered
 from flashgen.analysis.simplify import canonical_weights, simplify
@@ -37,7 +37,6 @@ from flashgen.ir.expr import (
     Load,
     Symbol,
     SymbolKind,
-    index_set,
     literal,
     score_input,
     substitute,
@@ -112,8 +111,7 @@ class CapturedGradient:
     @property
     def level(self) -> Level:
         """How far pair sums are reduced before they are stored."""
-        indices = self.read.indices if isinstance(self.read, Load) else ()
-        return level_of_indices(frozenset[str]().union(*(index_set(each) for each in indices)))
+        return level_of(self.read)
 
 
 @dataclass(frozen=True)
@@ -302,8 +300,7 @@ def _captured_gradients(spec: AttentionSpec, score: Expr, weights: Weights) -> t
     differentiable = {tensor.name for tensor in spec.tensors if tensor.grad}
     differentiable |= {param.name for param in spec.params if param.grad}
     reads = list(reads_of(differentiable, *roots))
-    by_read = [None if root is None else derivatives(root, reads) for root in roots]
-    parts = [(read, [None if of is None else _nonzero(of[read]) for of in by_read]) for read in reads]
+    parts = partials(reads, roots)
     return tuple(CapturedGradient(read, *own) for read, own in parts if any(part is not None for part in own))
 
 
@@ -315,5 +312,11 @@ def reads_of(names: Container[str], *roots: Expr | None) -> Iterator[Load | Symb
                 yield node
 
 
-def _nonzero(expr: Expr) -> Expr | None:
-    return None if expr == literal(0.0) else expr
+def partials(
+    reads: Sequence[Load | Symbol], roots: Iterable[Expr | None]
+) -> Iterator[tuple[Load | Symbol, list[Expr | None]]]:
+    """Each read with the derivatives of all roots by it; None where a root is not there or does not depend on it."""
+    by_read = [{} if root is None else derivatives(root, reads) for root in roots]
+    for read in reads:
+        parts = [of.get(read) for of in by_read]
+        yield read, [None if part == literal(0.0) else part for part in parts]

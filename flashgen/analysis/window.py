@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 
 from flashgen.analysis.constraints import Bound, Limit
-from flashgen.analysis.kept import kept_pairs
+from flashgen.analysis.kept import kept_terms
 from flashgen.ir.expr import Expr
 
 
@@ -17,7 +17,7 @@ from flashgen.ir.expr import Expr
 def window_width(keep: Expr) -> int | None:
     """The most keys that a row keeps, where every alternative bounds i - j from both sides by numbers."""
     total = 0
-    for term in kept_pairs(keep).kept:
+    for term in kept_terms(keep):
         widths = [width for each in term.bounds if each.form.is_distance and (width := _width(each)) is not None]
         if not widths:
             return None

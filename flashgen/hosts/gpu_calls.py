@@ -10,7 +10,7 @@ import functools
 from collections.abc import Mapping
 from dataclasses import replace
 
-from flashgen.analysis.by_blocks import takes_blocks, with_listed_blocks
+from flashgen.analysis.by_blocks import objection_to_blocks, with_listed_blocks
 from flashgen.analysis.selection import has_list_for_each_query
 from flashgen.analysis.tangent import with_slopes, with_tangent
 from flashgen.analysis.variant import Variant, analyse
@@ -63,7 +63,7 @@ def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, kind: Kind = DENSE) -
 def has_kernels(kind: Kind, spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget) -> bool:
     """Whether a target has kernels of a kind of call of a spec."""
     if kind is BY_BLOCKS:  # of all element types
-        elements = (spec.dtypes or ELEMENTS[:3]) if takes_blocks(spec, head_dim) else ()
+        elements = () if objection_to_blocks(spec, head_dim) else spec.dtypes or ELEMENTS[:3]
         fits = [fits_blocks(kernel_variant(spec, head_dim, kind), each, target.block_bytes) for each in elements]
         return bool(fits) and all(fits)
     dense = kernel_variant(spec, head_dim)

@@ -20,7 +20,6 @@ from flashgen.language.definitions import expressions_below
 from flashgen.language.expressions import Expressions
 from flashgen.language.frames import Captured, Meaning, run_time_values
 from flashgen.language.library import Scope
-from flashgen.language.names import Place
 from flashgen.language.nodes import Budget
 from flashgen.language.report import Report
 
@@ -111,10 +110,6 @@ class Block:
 
     # --- what names stand for
 
-    def names(self) -> tuple[str, ...]:
-        """All declared names."""
-        return tuple(self.declarations)
-
     def constant_names(self) -> tuple[str, ...]:
         """The declared names that are constants."""
         return tuple(name for name, each in self.declarations.items() if isinstance(each.statement, syntax.Const))
@@ -172,13 +167,9 @@ class Block:
 
     # --- values
 
-    def expressions(self, place: Place) -> Expressions:
-        """A resolver for one expression of the block at the current statement."""
-        return Expressions(place, self.scope, self, self.report, self.budget)
-
     def define_let(self, statement: syntax.Let) -> None:
         """Work out a ``let``, so that later statements see it."""
-        value = self.expressions(names.LET).resolved(statement.value)
+        value = Expressions(names.LET, self).resolved(statement.value)
         declaration = self.declarations[statement.name.text]
         if declaration.statement is statement:
             self._values[declaration.name] = value
@@ -226,7 +217,7 @@ class Block:
         self._busy.add(name)
         outer, self.position = self.position, declaration.position
         place = names.compile_time("a constant", "name a value that is known only at run time with 'let'")
-        value = self.expressions(place).resolved(statement.value)
+        value = Expressions(place, self).resolved(statement.value)
         self.position = outer
         self._busy.discard(name)
         if name in self.overrides:

@@ -8,14 +8,14 @@ from flashgen.language import syntax
 from flashgen.language.block import Block
 
 
-def warn(spec: AttentionSpec, block: Block, tree: syntax.Attention) -> None:
+def warn(spec: AttentionSpec, block: Block) -> None:
     """Report names that are never used and statements that change nothing."""
     for declaration in block.declarations.values():
         if declaration.name not in block.used and declaration.statement is not None:
             what = declaration.statement.keyword
             message = f"the {what} '{declaration.name}' is never used"
             block.report.add("W502", message, declaration.span, hints=("leave it out",))
-    stated = {statement.keyword: statement for statement in tree.statements}
+    stated = {statement.keyword: statement for statement in block.tree.statements}
     score_counts = spec.weights.weight is None or _uses(spec.weights.weight, "s")
     if "score" in stated and not score_counts:
         _without_effect(block, stated["score"], "the weights do not use 's'")

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 from flashgen.diagnostics import Source
 from flashgen.language import names, syntax
-from flashgen.language.functions import FUNCTIONS, arity
+from flashgen.language.functions import FUNCTIONS
 from flashgen.language.library import Macro, Scope
 from flashgen.language.report import Report
-from flashgen.language.suggest import arguments_given, suggestion, unknown_function
+from flashgen.language.suggest import suggestion, unknown_function, wrong_count
 
 
 def define(
@@ -89,15 +89,24 @@ def expressions_below(root: syntax.Expression) -> Iterator[syntax.Expression]:
 def _body_is_sound(macro: Macro, scope: Scope, report: Report) -> bool:
     """Check the names and calls of a body; False where something was reported or cannot be judged."""
     parameters = set(macro.parameters or ())
-    callees: set[int] = set()
     sound = True
-    for node in expressions_below(macro.body):
+    for name, call in _uses(macro.body):
+        if call is not None:
+            sound &= _call_is_sound(call, name, parameters, scope, report)
+        else:
+            sound &= _name_is_sound(name, parameters, scope, report)
+    return sound
+
+
+def _uses(body: syntax.Expression) -> Iterator[tuple[syntax.Reference, syntax.Call | None]]:
+    """The names that a body uses, each with the call whose callee it is."""
+    callees: set[int] = set()
+    for node in expressions_below(body):
         if isinstance(node, syntax.Call) and isinstance(node.callee, syntax.Reference):
             callees.add(id(node.callee))
-            sound &= _call_is_sound(node, node.callee, parameters, scope, report)
+            yield node.callee, node
         elif isinstance(node, syntax.Reference) and id(node) not in callees:
-            sound &= _name_is_sound(node, parameters, scope, report)
-    return sound
+            yield node, None
 
 
 def _call_is_sound(
@@ -105,22 +114,16 @@ def _call_is_sound(
 ) -> bool:
     name = callee.name
     macro = scope.function(name)
-    if macro is not None and macro.parameters is not None:
-        low, high = len(macro.parameters), len(macro.parameters)
-    elif name in FUNCTIONS:
-        low, most = arity(name)
-        high = most if most is not None else len(call.arguments)
-    elif name in parameters or name in names.WEIGHT_FORMS or name in names.BUILTINS or scope.value(name):
+    if macro is not None or name in FUNCTIONS:
+        wrong = wrong_count(name, macro, len(call.arguments))
+        if wrong is not None:
+            report.add("E202", wrong[0], call.span, hints=wrong[1])
+        return wrong is None
+    if name in parameters or name in names.WEIGHT_FORMS or name in names.BUILTINS or scope.value(name):
         return True  # reported where it is used
-    else:
-        if not scope.excuses(name):
-            known = (*FUNCTIONS, *scope.function_names())
-            report.add("E102", f"unknown function '{name}'", callee.span, hints=unknown_function(name, known))
-        return False
-    if low <= len(call.arguments) <= max(low, high):
-        return True
-    message, hints = arguments_given(name, low, high, len(call.arguments), macro)
-    report.add("E202", message, call.span, hints=hints)
+    if not scope.excuses(name):
+        known = (*FUNCTIONS, *scope.function_names())
+        report.add("E102", f"unknown function '{name}'", callee.span, hints=unknown_function(name, known))
     return False
 
 
@@ -154,7 +157,9 @@ def _check_recursion(own: Mapping[str, Macro], macros: dict[str, Macro], report:
                 _report_circle(path[path.index(name) :], macros, report)
             elif name in own and name not in done:
                 path.append(name)
-                pending.append(iter(_used(own[name])))
+                parameters = own[name].parameters or ()  # a callee is never one
+                used = [each.name for each, call in _uses(own[name].body) if call or each.name not in parameters]
+                pending.append(iter(used))
 
 
 def _report_circle(circle: list[str], macros: dict[str, Macro], report: Report) -> None:
@@ -165,20 +170,6 @@ def _report_circle(circle: list[str], macros: dict[str, Macro], report: Report) 
     hints = ("definitions are written out where they are used, so none can use itself",)
     report.add("E307", f"'{macro.name}' is defined by itself", macro.span, notes=notes, hints=hints)
     macros[macro.name] = replace(macro, sound=False)
-
-
-def _used(macro: Macro) -> list[str]:
-    """The names that a body uses, other than its parameters; a callee is never a parameter."""
-    parameters = set(macro.parameters or ())
-    callees: set[int] = set()
-    used: dict[str, None] = {}
-    for node in expressions_below(macro.body):
-        if isinstance(node, syntax.Call) and isinstance(node.callee, syntax.Reference):
-            callees.add(id(node.callee))
-            used[node.callee.name] = None
-        elif isinstance(node, syntax.Reference) and id(node) not in callees and node.name not in parameters:
-            used[node.name] = None
-    return list(used)
 
 
 def exported(scope: Scope, items: Iterable[syntax.Item]) -> Scope:

@@ -7,21 +7,24 @@ becomes None and the rest goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import reduce
+from typing import TYPE_CHECKING
 
 from flashgen.diagnostics import Span, quoted_list
 from flashgen.ir.expr import Expr, Literal, Load, Symbol, literal
 from flashgen.ir.types import ScalarType
 from flashgen.language import foreign, names, syntax
 from flashgen.language.constants import ConstantError, number
-from flashgen.language.frames import BlockNames, Bound, Captured, Frame, Meaning
-from flashgen.language.functions import FUNCTIONS, INFIX, arity
-from flashgen.language.library import Macro, Scope
+from flashgen.language.frames import Bound, Captured, Frame, Meaning
+from flashgen.language.functions import FUNCTIONS, INFIX
+from flashgen.language.library import Macro
 from flashgen.language.names import Place
-from flashgen.language.nodes import Budget, Nodes, TooLargeError
+from flashgen.language.nodes import Nodes, TooLargeError
 from flashgen.language.report import Report
-from flashgen.language.suggest import arguments_given, suggestion, unknown_function
+from flashgen.language.suggest import suggestion, unknown_function, wrong_count
+
+if TYPE_CHECKING:
+    from flashgen.language.block import Block
 
 # Levels of syntax, definitions written out: what Python's stack must hold.
 _MAX_LEVELS = 160
@@ -30,27 +33,14 @@ _MAX_LEVELS = 160
 class Expressions:
     """Resolves the expressions of one statement."""
 
-    def __init__(self, place: Place, scope: Scope, block: BlockNames, report: Report, budget: Budget) -> None:
+    def __init__(self, place: Place, block: Block) -> None:
         self.where = place
-        self.frame = Frame(scope)
+        self.frame = Frame(block.scope)
         self.block = block
-        self.report = report
-        self.nodes = Nodes(report, budget)
+        self.report = block.report
+        self.nodes = Nodes(block.report, block.budget)
         self.level = 0
         self.written_out: dict[Macro, Expr | None] = {}  # definitions without parameters, each once
-        self.rules: Mapping[type[syntax.Expression], Callable[[syntax.Expression], Expr | None]] = {
-            syntax.Reference: self._reference,
-            syntax.Number: self._number,
-            syntax.Boolean: self._boolean,
-            syntax.Group: self._group,
-            syntax.Unary: self._unary,
-            syntax.Binary: self._binary,
-            syntax.Compare: self._compare,
-            syntax.Conditional: self._conditional,
-            syntax.Index: self._index,
-            syntax.Call: self._call,
-            syntax.Named: self._named,
-        }
 
     def resolved(self, node: syntax.Expression, wanted: ScalarType | None = None) -> Expr | None:
         """The expression as a whole: typed, folded, within the IR's limits; an int as a float where one is wanted."""
@@ -67,9 +57,37 @@ class Expressions:
         if self.level > _MAX_LEVELS:
             raise TooLargeError(f"is nested more than {_MAX_LEVELS} levels deep")
         try:
-            return self.rules[type(node)](node)
+            return self._by_form(node)
         finally:
             self.level -= 1
+
+    def _by_form(self, node: syntax.Expression) -> Expr | None:
+        match node:
+            case syntax.Reference():
+                return self._reference(node)
+            case syntax.Number():
+                return self._number(node)
+            case syntax.Boolean():
+                return literal(node.value, self.frame.place(node.span))
+            case syntax.Group():
+                return self._resolve(node.inner)
+            case syntax.Unary():
+                op = "neg" if node.operator == "-" else "not"
+                return self._apply(op, [self._resolve(node.operand)], node.span, [node.operand.span])
+            case syntax.Binary():
+                return self._binary(node)
+            case syntax.Compare():
+                return self._compare(node)
+            case syntax.Conditional():
+                return self._choice(node.condition, node.yes, node.no, node.span, "if … else")
+            case syntax.Index():
+                return self._index(node)
+            case syntax.Call():
+                return self._call(node)
+            case syntax.Named():
+                self._error("E202", f"a named argument '{node.name.text}' cannot stand here", node.span)
+                return None
+        raise AssertionError(f"no rule for {node}")
 
     def _error(
         self, code: str, message: str, span: Span, hints: tuple[str, ...] = (), notes: tuple[str, ...] = ()
@@ -83,33 +101,16 @@ class Expressions:
         places = [self.frame.place(each) for each in spans]
         return self.nodes.operation(op, operands, self.frame.place(span), places, self.frame.notes, written)
 
-    # --- leaves
-
-    def _number(self, node: syntax.Expression) -> Expr | None:
-        assert isinstance(node, syntax.Number)
+    def _number(self, node: syntax.Number) -> Expr | None:
         try:
             return literal(number(node.text), self.frame.place(node.span))
         except ConstantError as error:
-            self._error(error.code, error.message, node.span, (error.hint,) if error.hint else ())
+            self.nodes.constant_error(error, self.frame.place(node.span), self.frame.notes())
             return None
-
-    def _boolean(self, node: syntax.Expression) -> Expr | None:
-        assert isinstance(node, syntax.Boolean)
-        return literal(node.value, self.frame.place(node.span))
-
-    def _group(self, node: syntax.Expression) -> Expr | None:
-        assert isinstance(node, syntax.Group)
-        return self._resolve(node.inner)
-
-    def _named(self, node: syntax.Expression) -> Expr | None:
-        assert isinstance(node, syntax.Named)
-        self._error("E202", f"a named argument '{node.name.text}' cannot stand here", node.span)
-        return None
 
     # --- names
 
-    def _reference(self, node: syntax.Expression) -> Expr | None:
-        assert isinstance(node, syntax.Reference)
+    def _reference(self, node: syntax.Reference) -> Expr | None:
         value = self._bound(node)
         if isinstance(value, Captured):
             message = f"'{node.name}' is a tensor and stands for a value only with its indices"
@@ -163,10 +164,7 @@ class Expressions:
         name, scope = node.name, self.frame.scope
         if scope.excuses(name):
             return
-        if name in names.WEIGHT_FORMS:
-            self._error(
-                "E310", f"'{name}' is a form of weights and stands alone after 'weights'", node.span, (foreign.ROW,)
-            )
+        if self._is_form_of_weights(name, node.span):
             return
         macro = scope.function(name)
         if macro is not None or name in FUNCTIONS:
@@ -176,15 +174,21 @@ class Expressions:
             return
         self._error("E101", f"unknown name '{name}'", node.span, self._instead_of(name))
 
+    def _is_form_of_weights(self, name: str, span: Span) -> bool:
+        if name not in names.WEIGHT_FORMS:
+            return False
+        self._error("E310", f"'{name}' is a form of weights and stands alone after 'weights'", span, (foreign.ROW,))
+        return True
+
     def _instead_of(self, name: str) -> tuple[str, ...]:
         """What the writer of an unknown name may have meant."""
-        scope = self.frame.scope
+        scope, declared = self.frame.scope, self.block.declarations
         if self.where == names.SHAPE:
             return suggestion(name, (*self.block.constant_names(), *names.SIZES)) or (names.OWN_SIZE,)
         elsewhere = foreign.NAMES.get(name)
-        if elsewhere is not None and name.lower() not in (each.lower() for each in self.block.names()):
+        if elsewhere is not None and name.lower() not in (each.lower() for each in declared):
             return (elsewhere,)
-        known = (*self.frame.parameters, *self.block.names(), *names.BUILTINS, *scope.value_names(), "true", "false")
+        known = (*self.frame.parameters, *declared, *names.BUILTINS, *scope.value_names(), "true", "false")
         if self.where == names.WEIGHTS:
             known = (*known, *names.WEIGHT_FORMS)
         ways = [f"tensor {name}: f32[…]"] if self.where.tensors else []
@@ -194,13 +198,7 @@ class Expressions:
 
     # --- operators
 
-    def _unary(self, node: syntax.Expression) -> Expr | None:
-        assert isinstance(node, syntax.Unary)
-        op = "neg" if node.operator == "-" else "not"
-        return self._apply(op, [self._resolve(node.operand)], node.span, [node.operand.span])
-
-    def _binary(self, node: syntax.Expression) -> Expr | None:
-        assert isinstance(node, syntax.Binary)
+    def _binary(self, node: syntax.Binary) -> Expr | None:
         left = self._resolve(node.left)
         spans = [node.left.span, node.right.span]
         if node.operator in ("and", "or") and isinstance(left, Literal) and left.value is (node.operator == "or"):
@@ -211,18 +209,13 @@ class Expressions:
             right = self._resolve(node.right)
         return self._apply(INFIX[node.operator], [left, right], node.span, spans)
 
-    def _compare(self, node: syntax.Expression) -> Expr | None:
-        assert isinstance(node, syntax.Compare)
+    def _compare(self, node: syntax.Compare) -> Expr | None:
         operands = [self._resolve(operand) for operand in node.operands]
         pairs: list[Expr | None] = []
         for place, sign in enumerate(node.operators):
             spans = [node.operands[place].span, node.operands[place + 1].span]
             pairs.append(self._apply(INFIX[sign], operands[place : place + 2], spans[0].to(spans[1]), spans))
         return reduce(lambda whole, pair: self._apply("and", [whole, pair], node.span, []), pairs)
-
-    def _conditional(self, node: syntax.Expression) -> Expr | None:
-        assert isinstance(node, syntax.Conditional)
-        return self._choice(node.condition, node.yes, node.no, node.span, "if … else")
 
     def _choice(
         self, condition: syntax.Expression, yes: syntax.Expression, no: syntax.Expression, span: Span, written: str
@@ -255,8 +248,7 @@ class Expressions:
 
     # --- tensors
 
-    def _index(self, node: syntax.Expression) -> Expr | None:
-        assert isinstance(node, syntax.Index)
+    def _index(self, node: syntax.Index) -> Expr | None:
         indices = [self._resolve(each) for each in node.indices]
         if not isinstance(node.base, syntax.Reference):
             hints = ("all indices stand in one bracket: t[h, i]",) if isinstance(node.base, syntax.Index) else ()
@@ -310,8 +302,7 @@ class Expressions:
 
     # --- calls
 
-    def _call(self, node: syntax.Expression) -> Expr | None:
-        assert isinstance(node, syntax.Call)
+    def _call(self, node: syntax.Call) -> Expr | None:
         if not isinstance(node.callee, syntax.Reference):
             self._error("E204", "only a function can be called", node.callee.span)
             return None
@@ -325,14 +316,8 @@ class Expressions:
         return None
 
     def _function(self, name: str, node: syntax.Call) -> Expr | None:
-        low, high = arity(name)
         arguments = node.arguments
-        if any(isinstance(argument, syntax.Named) for argument in arguments):
-            self._no_named_arguments(name, arguments)
-            return None
-        if not low <= len(arguments) <= (high if high is not None else len(arguments)):
-            message, hints = arguments_given(name, low, high, len(arguments), None)
-            self._error("E202", message, node.span, hints)
+        if not self._takes(name, None, arguments, node.span):
             return None
         if name == "where":
             return self._choice(arguments[0], arguments[1], arguments[2], node.span, "where")
@@ -345,21 +330,20 @@ class Expressions:
             return whole
         return self._apply(FUNCTIONS[name], values, node.span, spans)
 
-    def _no_named_arguments(self, name: str, arguments: tuple[syntax.Expression, ...]) -> None:
-        for argument in arguments:
-            if isinstance(argument, syntax.Named):
-                self._error("E202", f"'{name}' takes its arguments by their order, not by name", argument.span)
+    def _takes(self, name: str, macro: Macro | None, arguments: tuple[syntax.Expression, ...], span: Span) -> bool:
+        """Whether a function can be called with these arguments; reported where not."""
+        by_name = [argument for argument in arguments if isinstance(argument, syntax.Named)]
+        for argument in by_name:
+            self._error("E202", f"'{name}' takes its arguments by their order, not by name", argument.span)
+        wrong = None if by_name else wrong_count(name, macro, len(arguments))
+        if wrong is not None:
+            self._error("E202", wrong[0], span, wrong[1])
+        return not by_name and wrong is None
 
     def _expanded(self, macro: Macro, arguments: tuple[syntax.Expression, ...], span: Span) -> Expr | None:
         """A definition written out over its arguments, each of which is evaluated once."""
         parameters = macro.parameters or ()
-        if any(isinstance(argument, syntax.Named) for argument in arguments):
-            self._no_named_arguments(macro.name, arguments)
-            return None
-        if len(arguments) != len(parameters):
-            count = len(parameters)
-            message, hints = arguments_given(macro.name, count, count, len(arguments), macro)
-            self._error("E202", message, span, hints)
+        if not self._takes(macro.name, macro, arguments, span):
             return None
         bound = {name: self._argument(each) for name, each in zip(parameters, arguments, strict=True)}
         if not macro.sound:
@@ -384,8 +368,7 @@ class Expressions:
 
     def _unknown_function(self, name: str, node: syntax.Call) -> None:
         scope, span = self.frame.scope, node.callee.span
-        if name in names.WEIGHT_FORMS:
-            self._error("E310", f"'{name}' is a form of weights and stands alone after 'weights'", span, (foreign.ROW,))
+        if self._is_form_of_weights(name, span):
             return
         meaning = self.block.find(name, span) if self.frame.macro is None else None
         value = self.frame.parameters.get(name, meaning.value if meaning is not None else None)

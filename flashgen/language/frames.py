@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from flashgen.diagnostics import Span
 from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, walk
@@ -40,19 +39,6 @@ class Meaning:
 
     value: Bound
     uses: tuple[tuple[str, SymbolKind | None], ...] = ()
-
-
-class BlockNames(Protocol):
-    """The names that an attention block declares."""
-
-    def find(self, name: str, span: Span) -> Meaning | None:
-        """What the name stands for here; reports a name that is not yet to be used."""
-
-    def names(self) -> tuple[str, ...]:
-        """All names, for suggestions."""
-
-    def constant_names(self) -> tuple[str, ...]:
-        """Those of constants."""
 
 
 @dataclass(frozen=True, eq=False)

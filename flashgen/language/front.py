@@ -9,14 +9,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashgen.diagnostics import Diagnostic, Source, Span, SpecError, in_reading_order, nearest, quoted_list
+from flashgen.diagnostics import Diagnostic, Source, Span, SpecError, in_reading_order, quoted_list
 from flashgen.ir.spec import AttentionSpec
 from flashgen.language import syntax
 from flashgen.language.constants import Value
-from flashgen.language.imports import Disk, Given, Library, Reader, load_library
+from flashgen.language.imports import Library, Reader, load_library
 from flashgen.language.nodes import Budget
 from flashgen.language.report import GiveUpError, Report
 from flashgen.language.resolve import resolve
+from flashgen.language.suggest import suggestion
 from flashgen.language.text import given_text, read_source
 from flashgen.store.gallery import spec_file
 
@@ -37,8 +38,7 @@ def parse_file(path: str | Path, constants: Mapping[str, Value] | None = None) -
 
     Raises ``SpecError`` with all errors.
     """
-    path = Path(spec_file(path))
-    return _specs(read_source(path, str(path)), Disk(), constants or {})
+    return _specs(read_source(str(Path(spec_file(path)))), Reader(), constants or {})
 
 
 def parse_text(
@@ -48,8 +48,7 @@ def parse_text(
     imports: Mapping[str, str] | None = None,
 ) -> SpecFile:
     """Read a text; ``imports`` maps names of files to their text, instead of the disk. Raises ``SpecError``."""
-    reader: Reader = Disk() if imports is None else Given(imports)
-    return _specs(given_text(text, name), reader, constants or {})
+    return _specs(given_text(text, name), Reader(imports), constants or {})
 
 
 def _specs(source: Source, reader: Reader, overrides: Mapping[str, Value]) -> SpecFile:
@@ -113,5 +112,5 @@ def _check_overrides(blocks: list[syntax.Attention], overrides: Mapping[str, Val
         listed = quoted_list(dict.fromkeys(known), "and")
         plural = "the constants are" if len(set(known)) > 1 else "the only constant is"
         notes = (f"{plural} {listed}" if listed else "the file states no constants",)
-        hints = tuple(f"did you mean '{candidate}'?" for candidate in nearest(name, known))
-        report.add("E109", f"there is no constant '{name}' to override", blocks[0].name.span, notes=notes, hints=hints)
+        message, hints = f"there is no constant '{name}' to override", suggestion(name, known)
+        report.add("E109", message, blocks[0].name.span, notes=notes, hints=hints)

@@ -16,9 +16,3 @@ INFIX: Mapping[str, str] = MappingProxyType(
         if row.arity == 2 and row.spelling != row.function
     }
 )
-
-
-def arity(function: str) -> tuple[int, int | None]:
-    """The smallest and the largest number of arguments; None: no limit."""
-    row = OPERATORS[FUNCTIONS[function]]
-    return row.fewest, row.most

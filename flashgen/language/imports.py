@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
 
 from flashgen.diagnostics import Diagnostic, Source, SpecError, render
 from flashgen.language import syntax
@@ -27,55 +26,24 @@ PRELUDE = "prelude.attn"
 MAX_IMPORTS = 50
 
 
-class Reader(Protocol):
-    """Where imported files come from."""
+@dataclass(frozen=True)
+class Reader:
+    """Where imported files come from: given ``texts`` by full name or as the import writes it, or else the disk."""
+
+    texts: Mapping[str, str] | None = None
 
     def read(self, name: str, written: str) -> Source:
         """The file of that name, ``written`` as in the import; raises ``SpecError``."""
-
-    def known(self) -> tuple[str, ...]:
-        """Names that could be meant, for suggestions."""
-
-    def may_be_shown(self, name: str) -> bool:
-        """Whether messages may quote the file whatever stands in it."""
-
-
-class Disk:
-    """Files on the disk."""
-
-    def read(self, name: str, written: str) -> Source:  # noqa: ARG002  the written form is for given texts
-        """Read the file."""
-        return read_source(Path(name), name, imported=True)
-
-    def known(self) -> tuple[str, ...]:
-        """The disk is not searched."""
-        return ()
-
-    def may_be_shown(self, name: str) -> bool:
-        """Of other files than specs nobody is told what they hold: a spec may come from anybody."""
-        return Path(name).resolve().suffix == ".attn"
-
-
-@dataclass(frozen=True)
-class Given:
-    """Texts by name, under the full name or as the import writes it."""
-
-    texts: Mapping[str, str]
-
-    def read(self, name: str, written: str) -> Source:
-        """Look the text up."""
+        if self.texts is None:
+            return read_source(name, imported=True)
         text = self.texts.get(name, self.texts.get(written))
         if text is None:
             raise SpecError((Diagnostic("E001", "the file does not exist", None),))
         return accepted(text, name)
 
-    def known(self) -> tuple[str, ...]:
-        """All names."""
-        return tuple(self.texts)
-
-    def may_be_shown(self, name: str) -> bool:  # noqa: ARG002  the caller has given it
-        """All may."""
-        return True
+    def may_be_shown(self, name: str) -> bool:
+        """Whether messages may quote the file whatever stands in it: a spec that names files may come from anybody."""
+        return self.texts is not None or Path(name).resolve().suffix == ".attn"
 
 
 @dataclass(frozen=True)
@@ -94,7 +62,6 @@ class _Loader:
 
     reader: Reader
     report: Report
-    standard: Mapping[str, Macro]
     sources: list[Source] = field(default_factory=list)
     exports: dict[str, Scope] = field(default_factory=dict)
     chain: list[str] = field(default_factory=list)
@@ -106,7 +73,7 @@ class _Loader:
         parsed = parse(source)
         for diagnostic in parsed.diagnostics:
             self.report.put(diagnostic)
-        known = dict(self.standard)
+        known = dict(standard_definitions())
         lost = parsed.lost
         uncertain = any(isinstance(item, syntax.Broken) and item.keyword == "import" for item in parsed.file.items)
         for item in parsed.file.items:
@@ -153,7 +120,7 @@ class _Loader:
             return
         if reason.code == "E001":
             message = f"cannot import '{item.path}': {reason.message}"
-            hints = reason.hints or suggestion(name, self.reader.known())
+            hints = reason.hints or suggestion(name, self.reader.texts or ())
         else:
             message = f"cannot import '{item.path}': {reason.message} ({reason.span})"
             hints = reason.hints
@@ -188,6 +155,6 @@ def standard_definitions() -> Mapping[str, Macro]:
 
 def load_library(source: Source, reader: Reader, report: Report) -> Library:
     """The file with everything that it sees."""
-    loader = _Loader(reader, report, standard_definitions())
+    loader = _Loader(reader, report)
     parsed, scope = loader.load(source)
     return Library(parsed.file, scope, tuple(loader.sources), tuple(source.text.split("\n")))

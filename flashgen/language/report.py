@@ -27,12 +27,11 @@ class Report:
         message: str,
         span: Span | None,
         *,
-        label: str = "",
         notes: tuple[str, ...] = (),
         hints: tuple[str, ...] = (),
     ) -> None:
         """Record one diagnostic."""
-        self.put(Diagnostic(code, message, span, label, notes, hints))
+        self.put(Diagnostic(code, message, span, notes=notes, hints=hints))
 
     def put(self, diagnostic: Diagnostic) -> None:
         """Record a diagnostic; raises ``GiveUpError`` when there are too many."""

@@ -7,21 +7,14 @@ of the block is in the report.
 from __future__ import annotations
 
 import keyword
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import Any
 
 from flashgen.diagnostics import Span
-from flashgen.ir.expr import Expr, literal, score_input
-from flashgen.ir.spec import (
-    AttentionSpec,
-    CapturedTensor,
-    HeadDim,
-    Layout,
-    Param,
-    Schedule,
-    Select,
-    Statement,
-)
+from flashgen.ir.build import apply
+from flashgen.ir.expr import literal, score_input, size
+from flashgen.ir.spec import AttentionSpec, Schedule, Statement
 from flashgen.ir.types import ElementType
 from flashgen.ir.weights import Weights
 from flashgen.language import statements, syntax
@@ -39,25 +32,8 @@ _TOGETHER = {
     "head_dim": ("name them in one: 'head_dim 64, 128'",),
     "dtype": ("name them in one: 'dtype f16, bf16'",),
 }
+_DEFAULT_SCALE = apply("div", literal(1.0), apply("sqrt", size("D")))
 _REPEATABLE = frozenset({"const", "param", "tensor", "let"})
-
-
-@dataclass
-class _Parts:
-    """What the statements have given so far; None: not stated, or wrong."""
-
-    head_dims: tuple[HeadDim, ...] | None = None
-    dtypes: tuple[ElementType, ...] | None = None
-    params: list[Param] = field(default_factory=list)
-    tensors: list[CapturedTensor] = field(default_factory=list)
-    scale: Expr | None = None
-    score: Expr | None = None
-    mask: Expr | None = None
-    layout: Layout | None = None
-    select: Select | None = None
-    weights: Weights | None = None
-    dropout: Expr | None = None
-    schedule: Schedule | None = None
 
 
 def resolve(
@@ -66,18 +42,20 @@ def resolve(
     """The meaning of one block of the library's file."""
     local = Report()
     block = Block(tree, library.scope, overrides, local, budget)
-    parts = _Parts()
+    parts: dict[str, list[Any]] = defaultdict(list)  # by the statement's word; what is wrong gives nothing
     try:
         _check_name(tree, local)
         _check_occurrences(tree, local)
         for position, statement in enumerate(tree.statements):
             block.position = position
-            _read(block, statement, parts)
+            part = statements.meaning(block, statement)
+            if part is not None:
+                parts[statement.keyword].append(part)
         constants = tuple(block.constants())
         if local.has_errors or report.has_errors:  # an error in a definition empties what uses it
             return None
         spec = _spec(tree, parts, constants, library)
-        warn(spec, block, tree)
+        warn(spec, block)
     finally:
         for diagnostic in local.diagnostics:
             report.put(diagnostic)
@@ -108,78 +86,34 @@ def _check_occurrences(tree: syntax.Attention, report: Report) -> None:
         report.add("E301", message, tree.name.span, hints=("add a line such as 'head_dim 64, 128'",))
 
 
-def _read(block: Block, statement: syntax.Statement, parts: _Parts) -> None:
-    """Resolve one statement into its part."""
-    match statement:
-        case syntax.Let():
-            block.define_let(statement)
-        case syntax.Param():
-            param = statements.param(block, statement)
-            if param is not None:
-                parts.params.append(param)
-        case syntax.Tensor():
-            tensor = statements.tensor(block, statement)
-            if tensor is not None:
-                parts.tensors.append(tensor)
-        case syntax.HeadDims():
-            parts.head_dims = statements.head_dims(block, statement)
-        case syntax.Dtypes():
-            parts.dtypes = statements.dtypes(block, statement)
-        case syntax.Layout():
-            parts.layout = statements.layout(block, statement)
-        case syntax.Select():
-            parts.select = statements.select(block, statement)
-        case syntax.Schedule():
-            parts.schedule = statements.schedule(block, statement)
-        case syntax.Single():
-            _read_single(block, statement, parts)
-        case _:
-            pass  # constants are worked out when asked for; broken statements have been reported
-
-
-def _read_single(block: Block, statement: syntax.Single, parts: _Parts) -> None:
-    match statement.keyword:
-        case "scale":
-            parts.scale = statements.scale(block, statement)
-        case "score":
-            parts.score = statements.score(block, statement)
-        case "mask":
-            parts.mask = statements.mask(block, statement)
-        case "weights":
-            parts.weights = statements.weights(block, statement)
-        case "dropout":
-            parts.dropout = statements.dropout(block, statement)
-        case word:
-            raise AssertionError(f"no rule for the statement {word}")
-
-
 def _spec(
     tree: syntax.Attention,
-    parts: _Parts,
+    parts: Mapping[str, list[Any]],
     constants: tuple[tuple[str, Value], ...],
     library: Library,
 ) -> AttentionSpec:
-    assert parts.head_dims is not None
+    one = {word: found[-1] for word, found in parts.items()}
+    dtypes = one.get("dtype")
     written = tuple(
         Statement(statement.keyword, excerpt(library.lines, statement.span), statement.span)
         for statement in tree.statements
     )
     return AttentionSpec(
         name=tree.name.text,
-        head_dims=parts.head_dims,
-        dtypes=None if parts.dtypes is None else tuple(x for x in parts.dtypes if x is not ElementType.F8E4M3),
-        takes_f8=parts.dtypes is None or ElementType.F8E4M3 in parts.dtypes,
+        head_dims=one["head_dim"],
+        dtypes=None if dtypes is None else tuple(x for x in dtypes if x is not ElementType.F8E4M3),
+        takes_f8=dtypes is None or ElementType.F8E4M3 in dtypes,
         constants=constants,
-        params=tuple(parts.params),
-        tensors=tuple(parts.tensors),
-        scale=parts.scale or statements.default_scale(),
-        score=parts.score or score_input("s"),
-        mask=parts.mask or literal(True),
-        layout=parts.layout,
-        select=parts.select,
-        weights=parts.weights or Weights(),
-        dropout=parts.dropout,
-        schedule=parts.schedule or Schedule(),
+        params=tuple(parts.get("param", ())),
+        tensors=tuple(parts.get("tensor", ())),
+        scale=one.get("scale", _DEFAULT_SCALE),
+        score=one.get("score", score_input("s")),
+        mask=one.get("mask", literal(True)),
+        layout=one.get("layout"),
+        select=one.get("select"),
+        weights=one.get("weights", Weights()),
+        dropout=one.get("dropout"),
+        schedule=one.get("schedule", Schedule()),
         statements=written,
         sources=library.sources,
         span=tree.name.span,

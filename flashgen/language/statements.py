@@ -5,12 +5,11 @@ In: the syntax of a statement and the block that it stands in. Out: the part, or
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from flashgen.diagnostics import Span
-from flashgen.ir.build import apply
-from flashgen.ir.expr import Expr, Literal, Symbol, literal, size
+from flashgen.ir.expr import Expr, Literal, Symbol
 from flashgen.ir.spec import (
     CapturedTensor,
     HeadDim,
@@ -24,6 +23,7 @@ from flashgen.ir.weights import FORMS, Form, Weights
 from flashgen.language import names, syntax
 from flashgen.language.block import ELEMENT_TYPES, PARAM_TYPES, Block
 from flashgen.language.definitions import expressions_below
+from flashgen.language.expressions import Expressions
 from flashgen.language.frames import Captured
 from flashgen.language.names import Place
 from flashgen.language.suggest import suggestion
@@ -37,7 +37,7 @@ def typed(
     block: Block, node: syntax.Expression, place: Place, wanted: ScalarType, hints: Sequence[str] = ()
 ) -> Expr | None:
     """An expression of the wanted type; an int stands for a float."""
-    value = block.expressions(place).resolved(node, wanted)
+    value = Expressions(place, block).resolved(node, wanted)
     if value is not None and value.type is not wanted:
         article = "an" if value.type is ScalarType.INT else "a"
         noun = "an int" if wanted is ScalarType.INT else f"a {wanted}"
@@ -182,7 +182,7 @@ def tensor(block: Block, statement: syntax.Tensor) -> CapturedTensor | None:
 
 
 def _dimension(block: Block, name: str, node: syntax.Expression) -> Expr | None:
-    value = block.expressions(names.SHAPE).resolved(node)
+    value = Expressions(names.SHAPE, block).resolved(node)
     if value is None:
         return None
     if value.type is not ScalarType.INT:
@@ -195,47 +195,27 @@ def _dimension(block: Block, name: str, node: syntax.Expression) -> Expr | None:
     return value
 
 
-# --- scale, score, mask, layout, dropout
-
-
-def default_scale() -> Expr:
-    """``1/sqrt(D)``."""
-    return apply("div", literal(1.0), apply("sqrt", size("D")))
-
-
-def scale(block: Block, statement: syntax.Single) -> Expr | None:
-    """``scale EXPR``."""
-    return typed(block, statement.value, names.SCALE, ScalarType.FLOAT)
-
-
-def score(block: Block, statement: syntax.Single) -> Expr | None:
-    """``score EXPR``."""
-    hints = ("a condition belongs into 'mask'",)
-    return typed(block, statement.value, names.SCORE, ScalarType.FLOAT, hints)
-
-
-def mask(block: Block, statement: syntax.Single) -> Expr | None:
-    """``mask EXPR``."""
-    hints = ("compare it, as in '… != 0'; a bias that is added belongs into 'score'",)
-    return typed(block, statement.value, names.MASK, ScalarType.BOOL, hints)
+# --- layout, select, dropout
 
 
 def layout(block: Block, statement: syntax.Layout) -> Layout | None:
     """``layout block 64: EXPR``."""
-    side = integer_constant(block, statement.block, "the block size of a layout")
-    if side is not None and side < 1:
-        block.report.add("E309", f"the block size of a layout must be at least 1, not {side}", statement.block.span)
-        side = None
+    side = _side(block, statement.block, "the block size of a layout")
     keep = typed(block, statement.value, names.LAYOUT, ScalarType.BOOL, ("compare it, as in '… != 0'",))
     return None if side is None or keep is None else Layout(side, keep)
 
 
+def _side(block: Block, node: syntax.Expression, title: str) -> int | None:
+    side = integer_constant(block, node, title)
+    if side is None or side >= 1:
+        return side
+    block.report.add("E309", f"{title} must be at least 1, not {side}", node.span)
+    return None
+
+
 def select(block: Block, statement: syntax.Select) -> Select | None:
     """``select 64: idx[b, hkv, i, :]``."""
-    side = integer_constant(block, statement.block, "the block size of a selection")
-    if side is not None and side < 1:
-        block.report.add("E309", f"the block size of a selection must be at least 1, not {side}", statement.block.span)
-        side = None
+    side = _side(block, statement.block, "the block size of a selection")
     tensor = _listing(block, statement.tensor)
     nodes = _indices(block, statement)
     place = replace(names.SELECT, title="an index of a selection")
@@ -259,7 +239,7 @@ def _listing(block: Block, name: syntax.Name) -> Captured | None:
     """The tensor whose elements are numbers of blocks."""
     meaning = block.find(name.text, name.span)
     if meaning is None:
-        hints = suggestion(name.text, block.names())
+        hints = suggestion(name.text, block.declarations)
         block.report.add("E101", f"unknown tensor '{name.text}'", name.span, hints=hints or _LISTS)
         return None
     if meaning.value is None:
@@ -424,3 +404,45 @@ def schedule(block: Block, statement: syntax.Schedule) -> Schedule | None:
         else:
             values[name] = value
     return Schedule(**values, span=statement.span) if sound else None
+
+
+# --- all
+
+_OF_TYPE: Mapping[str, tuple[Place, ScalarType, tuple[str, ...]]] = {
+    "scale": (names.SCALE, ScalarType.FLOAT, ()),
+    "score": (names.SCORE, ScalarType.FLOAT, ("a condition belongs into 'mask'",)),
+    "mask": (
+        names.MASK,
+        ScalarType.BOOL,
+        ("compare it, as in '… != 0'; a bias that is added belongs into 'score'",),
+    ),
+}
+
+
+def meaning(block: Block, statement: syntax.Statement) -> object:
+    """What a statement gives to the spec; None where it is wrong, or gives nothing by itself, as constants do."""
+    match statement:
+        case syntax.Let():
+            block.define_let(statement)
+            return None
+        case syntax.Param():
+            return param(block, statement)
+        case syntax.Tensor():
+            return tensor(block, statement)
+        case syntax.HeadDims():
+            return head_dims(block, statement)
+        case syntax.Dtypes():
+            return dtypes(block, statement)
+        case syntax.Layout():
+            return layout(block, statement)
+        case syntax.Select():
+            return select(block, statement)
+        case syntax.Schedule():
+            return schedule(block, statement)
+        case syntax.Single(keyword="weights"):
+            return weights(block, statement)
+        case syntax.Single(keyword="dropout"):
+            return dropout(block, statement)
+        case syntax.Single(keyword=word):
+            return typed(block, statement.value, *_OF_TYPE[word])
+    return None  # constants are worked out when asked for; broken statements have been reported

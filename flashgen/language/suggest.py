@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flashgen.diagnostics import nearest
+from flashgen.ir.operators import OPERATORS
 from flashgen.language import foreign
+from flashgen.language.functions import FUNCTIONS
 from flashgen.language.library import Macro
 
 _PARAMETERS = {"where": ("condition", "x", "y"), "clamp": ("x", "lo", "hi"), "hash": ("b", "h", "i", "j")}
@@ -23,10 +25,14 @@ def unknown_function(name: str, known: Iterable[str]) -> tuple[str, ...]:
     return (suggestion(name, known) or defined) if elsewhere is None else (elsewhere,)
 
 
-def arguments_given(
-    name: str, low: int, high: int | None, given: int, macro: Macro | None
-) -> tuple[str, tuple[str, ...]]:
-    """The message and the hints for a call with the wrong number of arguments."""
+def wrong_count(name: str, macro: Macro | None, given: int) -> tuple[str, tuple[str, ...]] | None:
+    """The message and the hints for a call with the wrong number of arguments; ``macro`` is None for an operator."""
+    if macro is None:
+        low, high = OPERATORS[FUNCTIONS[name]].fewest, OPERATORS[FUNCTIONS[name]].most
+    else:
+        low = high = len(macro.parameters or ())
+    if low <= given and (high is None or given <= high):
+        return None
     if high == low:
         wanted = "no arguments" if low == 0 else f"{low} argument{'s' if low > 1 else ''}"
     else:

@@ -34,8 +34,9 @@ class Expression:
 
     @property
     def children(self) -> tuple[Expression, ...]:
-        """The expressions directly inside this one."""
-        return ()
+        """The expressions directly inside this one, in the order of its fields."""
+        parts = (each if isinstance(each, tuple) else (each,) for each in vars(self).values())
+        return tuple(each for part in parts for each in part if isinstance(each, Expression))
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,10 +66,6 @@ class Group(Expression):
 
     inner: Expression
 
-    @property
-    def children(self) -> tuple[Expression, ...]:
-        return (self.inner,)
-
 
 @dataclass(frozen=True, eq=False)
 class Unary(Expression):
@@ -76,10 +73,6 @@ class Unary(Expression):
 
     operator: str
     operand: Expression
-
-    @property
-    def children(self) -> tuple[Expression, ...]:
-        return (self.operand,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,10 +83,6 @@ class Binary(Expression):
     left: Expression
     right: Expression
 
-    @property
-    def children(self) -> tuple[Expression, ...]:
-        return (self.left, self.right)
-
 
 @dataclass(frozen=True, eq=False)
 class Compare(Expression):
@@ -101,10 +90,6 @@ class Compare(Expression):
 
     operands: tuple[Expression, ...]
     operators: tuple[str, ...]
-
-    @property
-    def children(self) -> tuple[Expression, ...]:
-        return self.operands
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,10 +100,6 @@ class Conditional(Expression):
     condition: Expression
     no: Expression
 
-    @property
-    def children(self) -> tuple[Expression, ...]:
-        return (self.yes, self.condition, self.no)
-
 
 @dataclass(frozen=True, eq=False)
 class Index(Expression):
@@ -126,10 +107,6 @@ class Index(Expression):
 
     base: Expression
     indices: tuple[Expression, ...]
-
-    @property
-    def children(self) -> tuple[Expression, ...]:
-        return (self.base, *self.indices)
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,10 +116,6 @@ class Named(Expression):
     name: Name
     value: Expression
 
-    @property
-    def children(self) -> tuple[Expression, ...]:
-        return (self.value,)
-
 
 @dataclass(frozen=True, eq=False)
 class Call(Expression):
@@ -150,10 +123,6 @@ class Call(Expression):
 
     callee: Expression
     arguments: tuple[Expression, ...]
-
-    @property
-    def children(self) -> tuple[Expression, ...]:
-        return (self.callee, *self.arguments)
 
 
 # --- statements of an attention block
@@ -246,7 +215,6 @@ class Entry:
 
     name: Name
     value: Expression
-    span: Span
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,7 +247,6 @@ class Import:
 
     path: str
     path_span: Span
-    span: Span
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,7 +256,6 @@ class Definition:
     name: Name
     parameters: tuple[Name, ...] | None
     body: Expression
-    span: Span
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,7 +264,6 @@ class Attention:
 
     name: Name
     statements: tuple[Statement, ...]
-    span: Span
 
 
 Item = Import | Definition | Attention | Broken

@@ -27,8 +27,9 @@ _FILE_NAME = re.compile(r"[\w.~/\\:-]*[A-Za-z][\w.~/\\:-]*|[^{}\"#\n]*\.attn", r
 _COMMENT = re.compile(r"#[^\n]*")
 
 
-def read_source(path: Path, name: str, *, imported: bool = False) -> Source:
-    """The text of a file under the given name; raises ``SpecError``. What is ``imported`` is nothing but a file."""
+def read_source(name: str, *, imported: bool = False) -> Source:
+    """The text of the file of that name; raises ``SpecError``. What is ``imported`` is nothing but a file."""
+    path = Path(name)
     if "{" in name and "}" in name and not os.path.lexists(path):
         raise _refused("E001", "<text>", "this is the text of a spec, no file's name", "flashgen.loads takes it")
     try:

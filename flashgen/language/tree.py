@@ -71,16 +71,15 @@ class TreeBuilder(Transformer[Token, syntax.File]):
     def start(self, *items: syntax.Item) -> syntax.File:
         return syntax.File(items)
 
-    def import_(self, word: Word, path: Word) -> syntax.Import:
-        return syntax.Import(str(path)[1:-1], path.span, word.span.to(path.span))
+    def import_(self, _word: Word, path: Word) -> syntax.Import:
+        return syntax.Import(str(path)[1:-1], path.span)
 
-    def definition(self, word: Word, name: syntax.Name, *rest: Any) -> syntax.Definition:
-        body = rest[-1]
+    def definition(self, _word: Word, name: syntax.Name, *rest: Any) -> syntax.Definition:
         parameters = _names(rest) if isinstance(rest[0], Word) and rest[0].type == "LPAR" else None
-        return syntax.Definition(name, parameters, body, word.span.to(body.span))
+        return syntax.Definition(name, parameters, rest[-1])
 
-    def attention(self, word: Word, name: syntax.Name, _open: Word, *rest: Any) -> syntax.Attention:
-        return syntax.Attention(name, tuple(rest[:-1]), word.span.to(rest[-1].span))
+    def attention(self, _word: Word, name: syntax.Name, _open: Word, *rest: Any) -> syntax.Attention:
+        return syntax.Attention(name, rest[:-1])
 
     def broken(self, word: Word) -> syntax.Broken:
         assert word.broken is not None
@@ -124,7 +123,7 @@ class TreeBuilder(Transformer[Token, syntax.File]):
         return syntax.Schedule(word.span.to(rest[-1].span), "schedule", tuple(rest[1:-1]))
 
     def entry(self, name: syntax.Name, _sign: Word, value: syntax.Expression) -> syntax.Entry:
-        return syntax.Entry(name, value, name.span.to(value.span))
+        return syntax.Entry(name, value)
 
     def single(self, word: Word, value: syntax.Expression) -> syntax.Single:
         return syntax.Single(word.span.to(value.span), str(word), value)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashgen.analysis.bounds import bounds
+from flashgen.analysis.ranging import bounds
 from flashgen.ir.expr import Expr, index, size
 from flashgen.ir.interval import FALSE, FULL_BOOL, TRUE, BoolRange, FloatRange, IntRange, Range
 from flashgen.ir.interval_float import point
