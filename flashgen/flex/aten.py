@@ -296,13 +296,17 @@ FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 # -- reductions --------------------------------------------------------------------------------------------------------
 
 
-def folded(name: str, t: DType, values: list[Value]) -> Expr:
+def _pairwise(name: str) -> Rule:
     """Pairs of neighbours, and pairs of these, in the type of the result."""
-    left = [cast(each, t) for each in values]
-    while len(left) > 1:
-        last = left[len(left) & ~1 :]
-        left = [Value(RULES[name](t, x, y), t) for x, y in zip(left[::2], left[1::2], strict=False)] + last
-    return left[0].expr
+
+    def rule(t: DType, values: list[Value]) -> Expr:
+        left = [cast(each, t) for each in values]
+        while len(left) > 1:
+            last = left[len(left) & ~1 :]
+            left = [Value(RULES[name](t, x, y), t) for x, y in zip(left[::2], left[1::2], strict=False)] + last
+        return left[0].expr
+
+    return rule
 
 
 def _first(is_before: str) -> Rule:
@@ -317,10 +321,6 @@ def _first(is_before: str) -> Rule:
         return place
 
     return rule
-
-
-def _pairwise(name: str) -> Rule:
-    return lambda t, values: folded(name, t, values)
 
 
 REDUCTIONS: Mapping[str, Rule] = MappingProxyType(

@@ -28,16 +28,14 @@ def spellings(folder: Path) -> tuple[str, ...]:
 NOT_THE_USERS = (*spellings(Path(__file__).parents[1]), *spellings(Path(torch.__file__).parent), "<frozen")
 
 
-def refuse(code: str, message: str, *, notes: Sequence[str] = (), hints: Sequence[str] = ()) -> NoReturn:
+def refuse(code: str, message: str, *, hints: Sequence[str] = ()) -> NoReturn:
     """Raise a ``SpecError`` that points to the line of the mod that is being traced."""
-    raise_at(_user_place(sys._getframe(1)), code, message, notes, hints)
+    raise_at(_user_place(sys._getframe(1)), code, message, hints=hints)
 
 
-def refuse_at(
-    function: object, code: str, message: str, *, notes: Sequence[str] = (), hints: Sequence[str] = ()
-) -> NoReturn:
+def refuse_at(function: object, code: str, message: str, *, hints: Sequence[str] = ()) -> NoReturn:
     """Raise a ``SpecError`` that points to where a function is defined."""
-    raise_at(place_of(function), code, message, notes, hints)
+    raise_at(place_of(function), code, message, hints=hints)
 
 
 def refuse_raised(error: BaseException, mod: object) -> NoReturn:
@@ -59,28 +57,26 @@ def refuse_raised(error: BaseException, mod: object) -> NoReturn:
     raise_at(place, "E606", message.splitlines()[0])
 
 
+def function_of(mod: Any) -> Any:
+    """The function below masks and partials."""
+    while True:
+        of_class = getattr(type(mod), "__flashgen_mod__", None)
+        if of_class is not None:
+            mod = of_class(mod)
+        elif isinstance(mod, functools.partial):
+            mod = mod.func
+        else:
+            return mod
+
+
 def place_of(function: object) -> Span | None:
     """The line where a function of the user's begins; that of ``__call__`` where an object is called."""
-    while True:
-        of_class = getattr(type(function), "__flashgen_mod__", None)
-        if of_class is not None:
-            function = of_class(function)
-        elif isinstance(function, functools.partial):
-            function = function.func
-        else:
-            break
+    function = function_of(function)
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     if not isinstance(code, CodeType) or _is_ours(code):
         return None
     line = linecache.getline(code.co_filename, code.co_firstlineno)
     return _whole_line(code.co_filename, code.co_firstlineno, line)
-
-
-def source_of(span: Span | None) -> tuple[Source, ...]:
-    """The file of a place, as far as Python knows its text."""
-    if span is None:
-        return ()
-    return (Source(span.file, "".join(linecache.getlines(span.file))),)
 
 
 def current_place() -> Span | None:
@@ -92,7 +88,8 @@ def raise_at(
     span: Span | None, code: str, message: str, notes: Sequence[str] = (), hints: Sequence[str] = ()
 ) -> NoReturn:
     """Raise a ``SpecError`` that points to a place."""
-    raise SpecError([Diagnostic(code, message, span, notes=tuple(notes), hints=tuple(hints))], source_of(span))
+    sources = () if span is None else (Source(span.file, "".join(linecache.getlines(span.file))),)
+    raise SpecError([Diagnostic(code, message, span, notes=tuple(notes), hints=tuple(hints))], sources)
 
 
 def _user_place(frame: FrameType | None) -> Span | None:
