@@ -7,6 +7,7 @@ traced for the lengths and tensors of a call. Both remember by what is computed,
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -138,6 +139,10 @@ class Compiled:
     shapes: Shapes
     learned: tuple[bool, ...]
 
+    def serves(self, sizes: Sizes, extents: Extents, wanted: tuple[bool, ...]) -> bool:
+        """Whether it is for these lengths, and gives these gradients."""
+        return all(map(operator.ge, self.learned, wanted)) and fits(self.shapes, extents, sizes)
+
 
 class Family:
     """The ops of what mods compute, of one head dimension: one for each set of declared shapes."""
@@ -154,12 +159,8 @@ class Family:
         key = (*sizes.values(), *extents, wanted)
         found = self._calls.get(key)
         if found is None:
-            for each in self._compiled:
-                gives = all(has or not wants for has, wants in zip(each.learned, wanted, strict=True))
-                if gives and fits(each.shapes, extents, sizes):
-                    found = each
-                    break
-            else:
+            found = next((each for each in self._compiled if each.serves(sizes, extents, wanted)), None)
+            if found is None:
                 shapes = declared(self._traced, extents, sizes)
                 found = compiled(self._traced, self._shell, shapes, wanted, self._backend)
                 self._compiled.append(found)

@@ -30,7 +30,7 @@ NOT_THE_USERS = (*spellings(Path(__file__).parents[1]), *spellings(Path(torch.__
 
 def refuse(code: str, message: str, *, hints: Sequence[str] = ()) -> NoReturn:
     """Raise a ``SpecError`` that points to the line of the mod that is being traced."""
-    raise_at(_user_place(sys._getframe(1)), code, message, hints=hints)
+    raise_at(current_place(), code, message, hints=hints)
 
 
 def refuse_at(function: object, code: str, message: str, *, hints: Sequence[str] = ()) -> NoReturn:
@@ -81,7 +81,7 @@ def place_of(function: object) -> Span | None:
 
 def current_place() -> Span | None:
     """The expression of the mod that is being evaluated."""
-    return _user_place(sys._getframe(1))
+    return next((_span(each, each.f_lasti) for each in _frames() if not _is_ours(each.f_code)), None)
 
 
 def raise_at(
@@ -92,23 +92,9 @@ def raise_at(
     raise SpecError([Diagnostic(code, message, span, notes=tuple(notes), hints=tuple(hints))], sources)
 
 
-def _user_place(frame: FrameType | None) -> Span | None:
-    for each in _frames(frame):
-        if each.f_code in _BORDERS:
-            return None
-        if not _is_ours(each.f_code):
-            return _span(each, each.f_lasti)
-    return None
-
-
 def calling_function() -> type | None:
     """The ``autograd.Function`` of the user's whose ``forward`` is running in a mod."""
-    for each in _frames(sys._getframe(1)):
-        if each.f_code in _BORDERS:
-            return None
-        if each.f_code is _APPLY:
-            return each.f_locals["cls"]  # type: ignore[no-any-return]
-    return None
+    return next((each.f_locals["cls"] for each in _frames() if each.f_code is _APPLY), None)
 
 
 _APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -123,8 +109,10 @@ def border(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
+def _frames() -> Iterator[FrameType]:
+    """Those of the mod that is running and of what it calls, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _BORDERS:
         yield frame
         frame = frame.f_back
 

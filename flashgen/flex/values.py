@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -209,8 +209,7 @@ class Session:
         if isinstance(x.value, float) and not math.isfinite(x.value):
             return Value(constant(x.settled()), torch.get_default_dtype(), x)
         scalar = INT if isinstance(x.value, int) else FLOAT
-        if scalar is INT and fits(x.value) is not None:
-            refuse_large(x.value)
+        constant(x.value)  # refuses ints that do not fit
         if x.recipe not in self._by_recipe:
             name = self.names.get(-1 - x.recipe[1], "") if x.recipe[0] == "leaf" else ""
             name = x.recipe[2] if x.recipe[0] == "attribute" else name
@@ -293,19 +292,14 @@ def constant(value: bool | int | float) -> Literal:
     if isinstance(value, float) and math.isnan(value):
         refuse("E603", "a constant of the mod is NaN")
     if isinstance(value, int) and fits(value) is not None:
-        refuse_large(value)
+        refuse(
+            "E604",
+            f"{value} does not fit in 32 bits, which ints of flashgen have",
+            hints=("make it a float where one will do",),
+        )
     if isinstance(value, float) and fits(value) is not None:
         return literal(math.copysign(math.inf, value))  # as PyTorch's float32
     return literal(value)
-
-
-def refuse_large(value: int | float) -> NoReturn:
-    """Refuse an int that flashgen's 32 bits do not hold."""
-    refuse(
-        "E604",
-        f"{value} does not fit in 32 bits, which ints of flashgen have",
-        hints=("make it a float where one will do",),
-    )
 
 
 def node(op: str, *args: Expr) -> Expr:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import threading
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
-from flashgen.nn.masks import Change, Form
+from flashgen.nn.masks import Form, masked
 from flashgen.op.loading import load_spec
 from flashgen.op.op import BaseOp
 
 # The ops, by names that changes have here. Attributes, as torch.compile looks at each when it is asked for.
 _OPS = SimpleNamespace()
-_NAMES: dict[tuple[str, Change], str] = {}
+_NAMES: dict[tuple[Any, ...], str] = {}
 _ORIGINS: dict[str, BaseOp] = {}
 _LOCK = threading.Lock()
 
@@ -39,12 +40,11 @@ def changed_op(origin: str, masks: tuple[tuple[str, int, bool], ...], causal: bo
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _made(origin: str, masks: tuple[tuple[str, int, bool], ...], causal: bool) -> str:
     """The name among ``_OPS`` of the op."""
-    change = Change(masks=tuple(Form(*each) for each in masks), causal=causal)
     with _LOCK:
-        name = _NAMES.get((origin, change))
+        name = _NAMES.get((origin, masks, causal))
         if name is None:
             op = _ORIGINS[origin]
-            changed = op.of_spec(change.of(op.spec), load_spec)
-            name = _NAMES[origin, change] = f"op{len(_NAMES)}"
+            changed = op.of_spec(masked(op.spec, (Form(*each) for each in masks), causal=causal), load_spec)
+            name = _NAMES[origin, masks, causal] = f"op{len(_NAMES)}"
             setattr(_OPS, name, changed)
         return name

@@ -6,12 +6,13 @@ pairs where it is boolean, added to the score where it is a float.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from flashgen.ir.build import apply
-from flashgen.ir.expr import Expr, Load, index, literal, size
-from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
+from flashgen.ir.expr import Expr, Load, index, size
+from flashgen.ir.spec import AttentionSpec, CapturedTensor
 from flashgen.ir.types import ElementType, ScalarType
 
 PADDING, PAIRS = "key_padding_mask", "attn_mask"
@@ -31,26 +32,11 @@ class Form(NamedTuple):
     is_bool: bool
 
 
-@dataclass(frozen=True)
-class Change:
-    """How a module's op differs from its spec as it is written; ``masks`` are what a call brings."""
-
-    head_dim: HeadDim | None = None
-    drops: bool = False
-    masks: tuple[Form, ...] = ()
-    causal: bool = False
-
-    def of(self, spec: AttentionSpec) -> AttentionSpec:
-        """The spec with the change. Raises ``ValueError`` where it has a tensor of a mask's name."""
-        for form in self.masks:
-            spec = _masked(spec, form)
-        if self.causal:
-            spec = replace(spec, mask=apply("and", spec.mask, apply("le", index("j"), index("i"))))
-        if self.head_dim is not None and self.head_dim not in spec.head_dims:
-            spec = replace(spec, head_dims=(self.head_dim,))
-        if self.drops and spec.dropout is None:
-            spec = replace(spec, dropout=literal(0.0))
-        return spec
+def masked(spec: AttentionSpec, masks: Iterable[Form], *, causal: bool) -> AttentionSpec:
+    """The spec with the masks of a call. Raises ``ValueError`` where it has a tensor of a mask's name."""
+    for form in masks:
+        spec = _masked(spec, form)
+    return replace(spec, mask=apply("and", spec.mask, apply("le", index("j"), index("i")))) if causal else spec
 
 
 def _masked(spec: AttentionSpec, form: Form) -> AttentionSpec:
