@@ -115,14 +115,6 @@ def _quotient(t: DType, x: Value, y: Value) -> Expr:
     return node("add", node("floordiv", a, b), node("to_int", node("and", left, apart)))
 
 
-def _power(t: DType, x: Value, y: Value) -> Expr:
-    a, b = common(t, x, y)
-    exponent: Any = y.number
-    # PyTorch has refused it; of a captured number the trace holds for those that are not negative.
-    assert exponent is None or scalar_of(t) is FLOAT or not exponent < 0
-    return node("pow", a, b)
-
-
 def _inverted(t: DType, x: Value) -> Expr:
     if t is torch.bool:
         return node("not", x.expr)
@@ -191,7 +183,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "div": _divided,
         "floor_divide": _same("floordiv"),
         "remainder": _same("mod"),
-        "pow": _power,
+        "pow": _same("pow"),
         "reciprocal": lambda _t, x: node("div", literal(1.0), convert(x.expr, FLOAT)),
         "neg": _same("neg"),
         "abs": _same("abs"),

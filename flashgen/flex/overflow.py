@@ -64,8 +64,10 @@ def check(bound: Bound, sizes: Mapping[str, int], mods: Sequence[Mod | None]) ->
     traced = bound.trace.traced
     ints = [x if isinstance(x, int) else None for x in bound.params]
     is_ordinary = max(sizes.values()) <= _ORDINARY and all(x is None or abs(x) <= _ORDINARY for x in ints)
-    if is_ordinary and _is_harmless(traced):
-        return
+    if is_ordinary:
+        ends = tuple([(-_ORDINARY, _ORDINARY) if each is INT else None for each in traced.params])
+        if _leaving(traced, _ORDINARY_SIZES, ends) is None:
+            return
     lengths = tuple((name, sizes[name]) for name in _SIZE_OF.values())
     found = _leaving(traced, lengths, tuple(None if x is None else (x, x) for x in ints))
     if found is None:
@@ -75,13 +77,6 @@ def check(bound: Bound, sizes: Mapping[str, int], mods: Sequence[Mod | None]) ->
     shown = re.sub(r"\b[tp]\d+\b", lambda name: known[name[0]] or name[0], text(node))
     message = f"'{shown}' reaches {reached} at these lengths; ints of flashgen have 32 bits"
     refuse_at(mods[number], "E604", message, hints=("compute it with floats, or divide before you multiply",))
-
-
-@functools.lru_cache(maxsize=256)
-def _is_harmless(traced: Traced) -> bool:
-    """Whether no int leaves 32 bits at ordinary sizes, whatever the params."""
-    ends = tuple((-_ORDINARY, _ORDINARY) if each is INT else None for each in traced.params)
-    return _leaving(traced, _ORDINARY_SIZES, ends) is None
 
 
 @functools.lru_cache(maxsize=1024)

@@ -75,8 +75,7 @@ def place_of(function: object) -> Span | None:
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     if not isinstance(code, CodeType) or _is_ours(code):
         return None
-    line = linecache.getline(code.co_filename, code.co_firstlineno)
-    return _whole_line(code.co_filename, code.co_firstlineno, line)
+    return _whole_line(code.co_filename, code.co_firstlineno)
 
 
 def current_place() -> Span | None:
@@ -128,7 +127,7 @@ def _span(frame: FrameType, instruction: int) -> Span:
     line = line or frame.f_lineno
     text = linecache.getline(code.co_filename, line)
     if column is None or end_line is None or end_column is None:
-        return _whole_line(code.co_filename, line, text)
+        return _whole_line(code.co_filename, line)
     # Columns of Python count bytes.
     start = len(text.encode()[:column].decode(errors="replace"))
     last = linecache.getline(code.co_filename, end_line)
@@ -136,6 +135,7 @@ def _span(frame: FrameType, instruction: int) -> Span:
     return Span(code.co_filename, line, start + 1, end_line, end + 1)
 
 
-def _whole_line(file: str, number: int, text: str) -> Span:
+def _whole_line(file: str, number: int) -> Span:
+    text = linecache.getline(file, number)
     start = len(text) - len(text.lstrip())
     return Span(file, number, start + 1, number, len(text.rstrip()) + 1)

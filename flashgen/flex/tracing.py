@@ -338,16 +338,13 @@ class _Watch(TorchFunctionMode):
             session.remember(result, result.item())
             return result
         session.settled = False
-        self._name(result, args)
+        if isinstance(result, Tensor):  # it is called as the tensor that it is computed of
+            names = session.names
+            session.alive.append(result)
+            names.setdefault(
+                id(result), next((names[id(x)] for x in args if isinstance(x, Tensor) and id(x) in names), "")
+            )
         return result
-
-    def _name(self, result: object, args: tuple[Any, ...]) -> None:
-        """What is computed of a captured tensor is called as that is."""
-        names = self._session.names
-        known = next((names[id(each)] for each in args if isinstance(each, Tensor) and id(each) in names), "")
-        if isinstance(result, Tensor):
-            self._session.alive.append(result)
-            names.setdefault(id(result), known)
 
 
 # Functions that make tensors, and which of their arguments is the value.
