@@ -15,9 +15,8 @@ from flashgen.compiler.reading import Constant
 from flashgen.ir.expr import literal
 from flashgen.ir.spec import HeadDim
 from flashgen.nn.attention import Attention, as_op
-from flashgen.nn.changed import changed_op, origin_name
 from flashgen.nn.learned import Initial
-from flashgen.nn.masks import PADDING, PAIRS
+from flashgen.nn.masks import PADDING, PAIRS, masked_op, origin_name
 from flashgen.op.conversion import as_number, int_argument
 from flashgen.op.loading import load_spec
 from flashgen.op.op import BaseOp
@@ -221,7 +220,7 @@ class MultiheadAttention(nn.Module):
 
     def _op(self, masks: tuple[tuple[str, int, bool], ...], causal: bool) -> BaseOp:
         """The op of a call; the spec's own where nothing is changed."""
-        return changed_op(self._op_name, masks, causal) if masks or causal else self.attention.op
+        return masked_op(self._op_name, masks, causal) if masks or causal else self.attention.op
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """q, k and v before heads are told apart; one product where all three are the same."""
