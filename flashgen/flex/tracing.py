@@ -358,7 +358,7 @@ _WITHOUT_GRADIENT = frozenset(("detach", "detach_", "get:data"))
 _CONVERSIONS: Mapping[str, str] = MappingProxyType({"to": "numbers", "type": "tensors"})
 _QUESTIONS = frozenset(
     (
-        *("get:dtype", "get:device", "get:is_cuda", "get:is_cpu", "get:ndim", "get:requires_grad", "get:layout"),
+        *(*_PLACES, "get:dtype", "get:ndim", "get:requires_grad", "get:layout"),
         *("dim", "is_floating_point", "is_complex"),
     )
 )

@@ -5,6 +5,7 @@ In: what a mod computes with. Out: nodes of the IR, made directly, with PyTorch'
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -324,20 +325,16 @@ def folded(made: Apply) -> Literal:
     return constant(bool(value) if made.type is BOOL else value)
 
 
-def conjunction(x: Expr, y: Expr) -> Expr:
-    """Both, without constants that change nothing."""
+def _connected(op: str, decides: bool, x: Expr, y: Expr) -> Expr:
+    """Two conditions without constants: one of the value ``decides`` is the result, the other changes nothing."""
     for one, other in ((x, y), (y, x)):
         if isinstance(one, Literal):
-            return other if one.value else one
-    return node("and", x, y)
+            return one if one.value == decides else other
+    return node(op, x, y)
 
 
-def disjunction(x: Expr, y: Expr) -> Expr:
-    """Either, without constants that change nothing."""
-    for one, other in ((x, y), (y, x)):
-        if isinstance(one, Literal):
-            return one if one.value else other
-    return node("or", x, y)
+conjunction = functools.partial(_connected, "and", False)
+disjunction = functools.partial(_connected, "or", True)
 
 
 def choice(condition: Expr, yes: Expr, no: Expr) -> Expr:
