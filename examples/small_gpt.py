@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from flashgen.ir.expr import literal
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.nn import Attention
 from flashgen.nn.learned import learned_values
-from flashgen.nn.masks import Change
+from flashgen.nn.masks import masked
 from flashgen.op.op import BaseOp
 from flashgen.picture.plotting import SUFFIXES, require
 from flashgen.reference import dense
@@ -116,7 +117,9 @@ def spec_of(
     what ``flashgen.load`` raises.
     """
     own = flashgen.load(spec, name=name, const=const, backend="reference").spec  # compiles nothing
-    found = Change(HeadDim(head_dim, head_dim), drops=False, causal=causal).of(own)
+    found = masked(own, (), causal=causal)
+    if HeadDim(head_dim, head_dim) not in own.head_dims:
+        found = replace(found, head_dims=(HeadDim(head_dim, head_dim),))
     for param in own.params:
         if param.default is None:
             raise Refused(f"'{own.name}' takes '{param.name}', which has no default; give it one in the spec")

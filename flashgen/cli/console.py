@@ -40,17 +40,13 @@ def fail(message: str, code: int) -> NoReturn:
     """Say what went wrong on stderr, and as JSON where that was asked for, and leave with this exit code."""
     click.echo(f"error: {message}", err=True)
     print_json_error(message, code)
-    _drop_unwritten()
-    sys.exit(code)
-
-
-def _drop_unwritten() -> None:
-    """Let go of results that cannot be written: the interpreter would try again as it ends, and exit by 120."""
+    # Results that cannot be written are let go of: the interpreter would try again as it ends, and exit by 120.
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
         with contextlib.suppress(OSError, ValueError), Path(os.devnull).open("wb") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    sys.exit(code)
 
 
 def print_json_error(message: str, code: int, diagnostics: Sequence[Diagnostic] = ()) -> None:

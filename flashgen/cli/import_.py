@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from flashgen.cli.console import print_json
+from flashgen.cli.console import near_matches, print_json
 from flashgen.cli.options import json_option
 from flashgen.language.statements import MAX_HEAD_DIM
 
@@ -69,8 +70,6 @@ def _loaded(place: str) -> Any:
         sys.path.pop(0)
     for each in names.split("."):
         if not hasattr(found, each):
-            from flashgen.cli.console import near_matches
-
             raise click.UsageError(f"'{module}' has no '{names}'.{near_matches(each, dir(found))}")
         found = getattr(found, each)
     if not callable(found):
@@ -79,8 +78,6 @@ def _loaded(place: str) -> Any:
 
 
 def _kind(place: str, mod: Any) -> str:
-    import inspect
-
     try:
         arguments = list(inspect.signature(mod).parameters.values())
     except (TypeError, ValueError):

@@ -43,10 +43,10 @@ def _read_float(digits: str) -> float:
     return value
 
 
-def read_shape(text: str | Shape) -> Shape:
+def read_shape(text: str) -> Shape:
     """``B,H,Hkv,Nq,Nk``."""
     try:
-        return text if isinstance(text, Shape) else Shape.parse(text)
+        return Shape.parse(text)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
 
@@ -87,12 +87,10 @@ class SomeOf(OneOf):
         return [CompletionItem(before + comma + each.value) for each in completion.names(left, last)]
 
 
-def read_numbers(what: str) -> Callable[[str | tuple[int, ...]], tuple[int, ...]]:
+def read_numbers(what: str) -> Callable[[str], tuple[int, ...]]:
     """Positive integers with commas between them."""
 
-    def read(text: str | tuple[int, ...]) -> tuple[int, ...]:
-        if isinstance(text, tuple):
-            return text
+    def read(text: str) -> tuple[int, ...]:
         try:
             numbers = tuple(int(part) for part in text.split(","))
         except ValueError:
@@ -130,10 +128,8 @@ def read_rate(text: str | float) -> float:
     return rate
 
 
-def read_tensor(text: str | tuple[str, Path]) -> tuple[str, Path]:
+def read_tensor(text: str) -> tuple[str, Path]:
     """A captured tensor and the file that holds it."""
-    if isinstance(text, tuple):
-        return text
     name, sign, path = text.partition("=")
     if not (name and sign and path):
         raise click.BadParameter(f"'{text}' is no NAME=FILE such as doc=documents.npy")

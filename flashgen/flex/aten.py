@@ -115,14 +115,6 @@ def _quotient(t: DType, x: Value, y: Value) -> Expr:
     return node("add", node("floordiv", a, b), node("to_int", node("and", left, apart)))
 
 
-def _power(t: DType, x: Value, y: Value) -> Expr:
-    a, b = common(t, x, y)
-    exponent: Any = y.number
-    # PyTorch has refused it; of a captured number the trace holds for those that are not negative.
-    assert exponent is None or scalar_of(t) is FLOAT or not exponent < 0
-    return node("pow", a, b)
-
-
 def _inverted(t: DType, x: Value) -> Expr:
     if t is torch.bool:
         return node("not", x.expr)
@@ -191,7 +183,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "div": _divided,
         "floor_divide": _same("floordiv"),
         "remainder": _same("mod"),
-        "pow": _power,
+        "pow": _same("pow"),
         "reciprocal": lambda _t, x: node("div", literal(1.0), convert(x.expr, FLOAT)),
         "neg": _same("neg"),
         "abs": _same("abs"),
@@ -296,13 +288,17 @@ FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 # -- reductions --------------------------------------------------------------------------------------------------------
 
 
-def folded(name: str, t: DType, values: list[Value]) -> Expr:
+def _pairwise(name: str) -> Rule:
     """Pairs of neighbours, and pairs of these, in the type of the result."""
-    left = [cast(each, t) for each in values]
-    while len(left) > 1:
-        last = left[len(left) & ~1 :]
-        left = [Value(RULES[name](t, x, y), t) for x, y in zip(left[::2], left[1::2], strict=False)] + last
-    return left[0].expr
+
+    def rule(t: DType, values: list[Value]) -> Expr:
+        left = [cast(each, t) for each in values]
+        while len(left) > 1:
+            last = left[len(left) & ~1 :]
+            left = [Value(RULES[name](t, x, y), t) for x, y in zip(left[::2], left[1::2], strict=False)] + last
+        return left[0].expr
+
+    return rule
 
 
 def _first(is_before: str) -> Rule:
@@ -317,10 +313,6 @@ def _first(is_before: str) -> Rule:
         return place
 
     return rule
-
-
-def _pairwise(name: str) -> Rule:
-    return lambda t, values: folded(name, t, values)
 
 
 REDUCTIONS: Mapping[str, Rule] = MappingProxyType(

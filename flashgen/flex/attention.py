@@ -6,6 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,9 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from flashgen.flex import overflow
 from flashgen.flex.masks import BlockMask
-from flashgen.flex.ops import Bound, Compiled, arguments, bind, compiled, family, keep, wanted_gradients
+from flashgen.flex.ops import Bound, Compiled, bind, compiled, family, named_arguments, remember, wanted_gradients
 from flashgen.flex.options import AuxOutput, AuxRequest, check_aux, check_options
-from flashgen.flex.shapes import Sizes, declared
+from flashgen.flex.shapes import Shapes, declared
 from flashgen.flex.specs import FACTOR, SCALE, Shell, check_name, make_spec, name_of, user_names
 from flashgen.flex.torch_masks import mod_of
 from flashgen.flex.tracing import Mod
@@ -112,19 +113,17 @@ _outside: Any = _disable_dynamo(flex_attention)
 
 
 class _Found(NamedTuple):
-    """The op of calls, which captured values want a gradient, and whether one entry of keys and values is all's."""
+    """The op of calls, and whether one entry of keys and values is all's."""
 
     compiled: Compiled
-    wanted: tuple[bool, ...]
     spreads: bool
 
 
 def _called(
     found: _Found, bound: Bound, rows: _Rows, scale: float | None, wants_lse: bool, deterministic: bool | None
 ) -> Any:
-    made, captured = found.compiled, {}
-    if made.names:
-        captured = dict(zip(made.names, arguments(bound, found.wanted), strict=True))
+    made = found.compiled
+    captured = named_arguments(bound, made) if made.names else {}
     if scale is not None:
         captured[SCALE] = scale
     op: Any = made.op
@@ -155,11 +154,10 @@ def _found(
         sizes |= {"Nq": _NO_LENGTH, "Nk": _NO_LENGTH}
     overflow.check(bound, longest, mods)
     ops = family(bound.trace.traced, _head_dim(width, value.shape[3]), scaled, backend, maxima=maxima)
-    wanted = wanted_gradients(bound)
-    made = ops.find(sizes, tuple([x.shape for x in bound.tensors]), wanted)
-    found = _Found(made, wanted, key.shape[0] == 1 < batch and value.shape[0] == 1)
+    made = ops.find(sizes, tuple([x.shape for x in bound.tensors]), wanted_gradients(bound))
+    found = _Found(made, key.shape[0] == 1 < batch and value.shape[0] == 1)
     if not is_nested:
-        keep(bound, call, found)
+        remember(bound.calls, call, found)
     return found
 
 
@@ -182,9 +180,6 @@ def _in_the_users_names(message: str, plain: Sequence[str], names: Sequence[str]
 
 
 def _check_tensors(query: Any, key: Any, value: Any) -> None:
-    are_tensors = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
-    if are_tensors and query.dim() == key.dim() == value.dim() == 4:
-        return
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor):
             raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
@@ -252,11 +247,9 @@ def from_mods(
     lengths; without it, dimensions are sizes if a position itself reads them, and nothing is known of ints.
     Raises ``SpecError``, and ``ValueError`` for a head dimension that is none.
     """
-    bound, shell, sizes = _described(score_mod, mask_mod, head_dim, shape, name)
-    wanted = wanted_gradients(bound)
-    shapes = declared(bound.trace.traced, tuple(x.shape for x in bound.tensors), sizes)
-    made = compiled(bound.trace.traced, shell, shapes, wanted, backend)
-    return made.op, dict(zip(made.names, arguments(bound, wanted), strict=True))
+    bound, shell, shapes = described(score_mod, mask_mod, head_dim, shape, name)
+    made = compiled(bound.trace.traced, shell, shapes, wanted_gradients(bound), backend)
+    return made.op, named_arguments(bound, made)
 
 
 def to_spec(
@@ -271,10 +264,8 @@ def to_spec(
 
     The arguments are those of ``from_mods``. Raises ``SpecError``.
     """
-    bound, shell, sizes = _described(score_mod, mask_mod, head_dim, shape, name)
-    defaults = tuple(None if isinstance(x, Tensor) else x for x in bound.params)
-    full = Shell(shell.name, shell.head_dim, shell.names, defaults=defaults)
-    shapes = declared(bound.trace.traced, tuple(x.shape for x in bound.tensors), sizes)
+    bound, shell, shapes = described(score_mod, mask_mod, head_dim, shape, name)
+    full = replace(shell, defaults=tuple(None if isinstance(x, Tensor) else x for x in bound.params))
     return spec_text(make_spec(bound.trace.traced, full, shapes, wanted_gradients(bound)))
 
 
@@ -291,13 +282,14 @@ def _check_shape(shape: object) -> None:
         raise ValueError(f"'shape' is {shape!r}; (B, H, Nq, Nk) is expected")
 
 
-def _described(
+def described(
     score_mod: Mod | None,
     mask: Mod | Mask | None,
     head_dim: int | tuple[int, int],
     shape: tuple[int, int, int, int] | None,
     name: str | None,
-) -> tuple[Bound, Shell, Sizes | None]:
+) -> tuple[Bound, Shell, Shapes]:
+    """Mods with what they capture now, what a spec of them says beside, and the shapes that it declares."""
     mask_mod = mod_of(mask) if isinstance(mask, torch_flex.BlockMask) else mask
     if name is not None:
         check_name(name)
@@ -306,8 +298,8 @@ def _described(
     bound = bind(score_mod, mask_mod, torch.device("cpu"))
     names = user_names(bound.trace.traced, bound.trace.names)
     shell = Shell(name_of(score_mod, mask_mod) if name is None else name, _checked_head_dim(head_dim), names)
-    if shape is None:
-        return bound, shell, None
-    sizes = {"B": shape[0], "H": shape[1], "Hkv": shape[1], "Nq": shape[2], "Nk": shape[3]}
-    overflow.check(bound, sizes, (score_mod, mask_mod))
-    return bound, shell, sizes
+    sizes = None
+    if shape is not None:
+        sizes = {"B": shape[0], "H": shape[1], "Hkv": shape[1], "Nq": shape[2], "Nk": shape[3]}
+        overflow.check(bound, sizes, (score_mod, mask_mod))
+    return bound, shell, declared(bound.trace.traced, tuple(x.shape for x in bound.tensors), sizes)

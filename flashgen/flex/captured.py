@@ -252,7 +252,11 @@ class Captured:
             return ("seen", self._seen[id(value)])
         parts = _parts(value)
         if parts is None:
-            return self._opaque(value)
+            # Libraries and their functions do not change; anything else may hold what is not seen here.
+            if isinstance(value, (ModuleType, FunctionType)) and _is_of_library(value):
+                return value
+            self.cacheable = False
+            return None
         self._seen[id(value)] = len(self._seen)
         self.cacheable &= kind is not FunctionType or _read_code(value.__code__).is_known
         return (parts.fixed, *map(self.signature, parts.values, parts.names))
@@ -265,13 +269,6 @@ class Captured:
         self.names.append(name)
         # A device is made anew for each question.
         return (type(value), value.dtype, value.dim(), value.requires_grad, value.is_cpu or value.device)
-
-    def _opaque(self, value: Any) -> Hashable:
-        """Libraries and their functions do not change; anything else may hold what is not seen here."""
-        if isinstance(value, (ModuleType, FunctionType)) and _is_of_library(value):
-            return value
-        self.cacheable = False
-        return None
 
     def tensor_leaves(self) -> dict[int, int]:
         """The number of every tensor by its identity."""

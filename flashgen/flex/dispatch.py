@@ -44,9 +44,10 @@ def dispatch(session: Session, func: Any, args: Arguments, kwargs: dict[str, Any
         name = {"max": "maximum", "min": "minimum"}.get(name, name)
     if name == "_local_scalar_dense":
         refuse_decision("item", hinted=False)
-    if func._schema.is_mutable and _name_in_place(name) is not None:
-        return _in_place(func, args, kwargs)
     if func._schema.is_mutable:
+        if name.endswith("_") or name.startswith("__i"):
+            # ``add_`` and ``__ilshift__`` are called ``add`` and ``__lshift__`` where they change nothing.
+            return _in_place(f"__{name[3:]}" if name.startswith("__i") else name[:-1], args, kwargs)
         refuse("E602", f"'{name}' of a mod writes to no tensor that it is given", hints=("give the result a name",))
     if func.is_view and name != "to":
         _shapes_of(session, func, args, kwargs)
@@ -187,21 +188,14 @@ def _moved(session: Session, func: Any, args: Arguments, kwargs: Mapping[str, An
 # -- in place ----------------------------------------------------------------------------------------------------------
 
 
-def _name_in_place(name: str) -> str | None:
-    """What an operator that changes its tensor is called otherwise: ``add_``, ``__ilshift__``."""
-    if name.startswith("__i"):
-        return f"__{name[3:]}"
-    return name[:-1] if name.endswith("_") else None
-
-
-def _in_place(func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
+def _in_place(name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
     """A tensor that a method changes, as all names and views of it see."""
     target = args[0]
     if target.row is not None or target.dim() > 0:
         is_whole = target.row is not None and all(place is None for place in target.row.places)
         what = "a captured tensor" if is_whole else "a row of a captured tensor"
         refuse("E602", f"a mod cannot change {what}", hints=("give the result a new name",))
-    result = getattr(torch.ops.aten, _name_in_place(func.overloadpacket.__name__) or "")(*args, **kwargs)
+    result = getattr(torch.ops.aten, name)(*args, **kwargs)
     if ORDER[scalar_of(result.dtype)] > ORDER[scalar_of(target.dtype)]:
         refuse("E603", f"{result.dtype} cannot be stored in a value of {target.dtype}", hints=("give it a new name",))
     target.cells.item().expr = cast(Value(result.expr, result.dtype), target.dtype).expr

@@ -5,15 +5,13 @@ In: a ``BlockMask``. Out: lines of text. Time follows the picture, not the numbe
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
 
-from flashgen.flex import overflow
+from flashgen.flex.attention import described
 from flashgen.flex.masks import BlockMask
-from flashgen.flex.ops import arguments, bind
-from flashgen.flex.shapes import declared
-from flashgen.flex.specs import Shell, make_spec, plain_names
+from flashgen.flex.ops import arguments
+from flashgen.flex.specs import make_spec
 from flashgen.ir.shape import Shape
-from flashgen.ir.spec import HeadDim
 from flashgen.op.narrowing import Narrowing
 from flashgen.picture.html import of_mask
 from flashgen.picture.mask import MaskPicture, caption, mask_picture
@@ -41,19 +39,14 @@ def picture_of(mask: BlockMask) -> MaskPicture:
     if 0 in mask.seq_lengths:
         raise ValueError("no pairs")
     batch, heads, q_len, kv_len = mask.shape
-    bound = bind(None, mask, torch.device("cpu"))
-    traced = bound.trace.traced
-    sizes = {"B": batch, "H": heads, "Hkv": heads, "Nq": q_len, "Nk": kv_len}
-    overflow.check(bound, sizes, (None, mask.mask_mod))
-    shapes = declared(traced, tuple(x.shape for x in bound.tensors), sizes)
-    learned = (False,) * (len(traced.tensors) + len(traced.params))
-    head_dim = HeadDim(64, 64)
-    spec = make_spec(traced, Shell("mask", head_dim, plain_names(traced)), shapes, learned)
+    bound, shell, shapes = described(None, mask, 64, mask.shape, None)
+    learned = (False,) * len(shell.names)
+    spec = make_spec(bound.trace.traced, replace(shell, name="mask"), shapes, learned)
     values = Narrowing(spec).narrowed(arguments(bound, learned))
-    count = len(traced.tensors)
+    count = len(bound.tensors)
     return mask_picture(
         spec,
-        head_dim,
+        shell.head_dim,
         Shape(batch, heads, heads, q_len, kv_len),
         *mask.BLOCK_SIZE,
         captured={each.name: x.cpu() for each, x in zip(spec.tensors, values, strict=False)},

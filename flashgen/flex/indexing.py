@@ -15,7 +15,7 @@ from torch import Tensor
 from flashgen.flex.numbers import settled, told
 from flashgen.flex.places import refuse
 from flashgen.flex.stand_ins import Row, Symbolic, flat, mapped, watched
-from flashgen.flex.values import INT, Session, choice, extent_symbol, node, scalar_of
+from flashgen.flex.values import BOOL, FLOAT, INT, Session, choice, extent_symbol, node, scalar_of
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, literal
 from flashgen.ir.interval import FULL_FLOAT, FloatRange
 from flashgen.ir.operators import OPERATORS
@@ -66,7 +66,7 @@ def _sliced(session: Session, target: Tensor, keys: list[Any]) -> tuple[Tensor, 
     if not any(each is None or (type(each) is slice and not _is_all(each)) for each in keys):
         return target, keys
     plain = [_ALL if isinstance(each, Symbolic) else each for each in keys]
-    if any(_is_symbolic_slice(each) for each in keys):
+    if any(isinstance(each, Symbolic) for each in flat([each for each in keys if type(each) is slice])):
         refuse("E601", "a slice asks for a value that is known to the kernel alone", hints=("index single elements",))
     if any(isinstance(each, Tensor) for each in plain):
         refuse(
@@ -87,10 +87,6 @@ def _sliced(session: Session, target: Tensor, keys: list[Any]) -> tuple[Tensor, 
 
 def _is_all(key: Any) -> bool:
     return type(key) is slice and key.start is None and key.stop is None and key.step is None
-
-
-def _is_symbolic_slice(key: Any) -> bool:
-    return type(key) is slice and any(isinstance(each, Symbolic) for each in (key.start, key.stop, key.step))
 
 
 def _expanded(keys: list[Any], rank: int) -> list[Any]:
@@ -117,35 +113,38 @@ def _position(session: Session, key: Any, tensor: Tensor, slot: int, axis: int) 
     expr = value.expr
     if isinstance(expr, Literal):
         return expr if expr.value >= 0 else node("sub", extent_symbol(slot, axis), literal(-expr.value))
-    if not_negative(expr, session):
+    if _not_negative(expr, session):
         return expr
     from_end = node("add", expr, extent_symbol(slot, axis))
     return choice(node("lt", expr, literal(0)), from_end, expr)
 
 
-def not_negative(expr: Expr, session: Session) -> bool:
-    """Whether an int surely is at least 0, wherever it is computed; of captured numbers for those of this sign."""
+def _not_negative(expr: Expr, session: Session) -> bool:
+    """Whether a number surely is at least 0, wherever it is computed; of captured numbers for those of this sign."""
     match expr:
         case Literal(value=value):
             return value >= 0
         case Symbol(kind=kind):
             return kind in (SymbolKind.INDEX, SymbolKind.SIZE) or _is_param_from(expr, 0, session)
-        case Apply(op="add" | "mul" | "floordiv" | "min" | "bitor" | "shr", args=(x, y)):
-            return not_negative(x, session) and (not_negative(y, session) or expr.op == "shr")
+        case Apply(op="add" | "mul" | "div" | "floordiv" | "min" | "bitor" | "shr", args=(x, y)):
+            return _not_negative(x, session) and (_not_negative(y, session) or expr.op == "shr")
         case Apply(op="max" | "bitand", args=(x, y)):
-            return not_negative(x, session) or not_negative(y, session)
+            return _not_negative(x, session) or _not_negative(y, session)
         case Apply(op="mod", args=(_, Literal(value=value))):
             return value > 0
         case Apply(op="mod", args=(_, Symbol() as divisor)):
             return _is_param_from(divisor, 1, session)
         case Apply(op="clamp", args=(_, low, high)):
-            return not_negative(low, session) and not_negative(high, session)
+            return _not_negative(low, session) and _not_negative(high, session)
         case Apply(op="where", args=(_, x, y)):
-            return not_negative(x, session) and not_negative(y, session)
+            return _not_negative(x, session) and _not_negative(y, session)
         case Apply(op="abs" | "popcount" | "hash"):
             return True
-        case Apply(op="to_int", args=(x,)):
-            return x.type.value == "bool" or _not_negative_float(x, session)
+        case Apply(op="to_int" | "to_float" | "floor" | "ceil" | "round", args=(x,)):
+            return x.type is BOOL or _not_negative(x, session)
+        case Apply(op=op, args=(x,)) if x.type is FLOAT:
+            values = OPERATORS[op].interval(FULL_FLOAT)
+            return isinstance(values, FloatRange) and values.lo >= 0
     return False
 
 
@@ -153,24 +152,6 @@ def _is_param_from(expr: Symbol, least: int, session: Session) -> bool:
     """Whether a captured number is at least this; another answer is another trace."""
     number: Any = session.number_of(expr)
     return number is not None and bool(number >= least)
-
-
-def _not_negative_float(expr: Expr, session: Session) -> bool:
-    match expr:
-        case Literal(value=value):
-            return value >= 0
-        case Apply(op="to_float", args=(x,)):
-            return not_negative(x, session)
-        case Apply(op="add" | "mul" | "div" | "min", args=(x, y)):
-            return _not_negative_float(x, session) and _not_negative_float(y, session)
-        case Apply(op="max", args=(x, y)):
-            return _not_negative_float(x, session) or _not_negative_float(y, session)
-        case Apply(op="floor" | "ceil" | "round", args=(x,)):
-            return _not_negative_float(x, session)
-        case Apply(op=op, args=(x,)) if x.type.value == "float":
-            values = OPERATORS[op].interval(FULL_FLOAT)
-            return isinstance(values, FloatRange) and values.lo >= 0
-    return False
 
 
 # -- lengths, and rows -------------------------------------------------------------------------------------------------
@@ -192,9 +173,7 @@ def lengths(session: Session, name: str, x: Tensor, dim: Any = None) -> Any:
     """Lengths of a captured tensor, or of a row of one."""
     row = x.row if isinstance(x, Symbolic) else Row(x, (None,) * x.dim())
     assert row is not None
-    found = Lengths(
-        each for each, place in zip(session.lengths(row.captured), row.places, strict=True) if place is None
-    )
+    found = Lengths(row.left(session.lengths(row.captured)))
     if name == "__len__":
         return int(found[0])
     return found if dim is None else found[dim]

@@ -3,7 +3,7 @@
 A mod computes with them as with any number: in Python's own arithmetic, exactly. But each remembers how it came about
 (its ``Recipe``), so that where it meets a symbolic value it becomes a param, which the next call computes anew from
 what the mod captures then. Where Python has to know the number (``if``, ``range``, ``math.sqrt``), what it was told is
-noted as a ``Guard``: the trace holds for as long as the answer stays.
+noted among the ``Guards``: the trace holds for as long as the answer stays.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor
 # ("attribute", …): what no later call finds again; (operation, recipe, …).
 Recipe = tuple[Any, ...]
 Host = bool | int | float
+Guards = dict[Recipe, Host]  # what Python was told of captured numbers while a mod was traced
 
 _Operations = Mapping[str, Callable[..., Any]]
 _BINARY: _Operations = {
@@ -50,18 +51,6 @@ def evaluate(recipe: Recipe, leaves: Sequence[Any]) -> Host:
     if kind == "constant":
         return recipe[1]  # type: ignore[no-any-return]
     return _OPERATIONS[kind](*(evaluate(part, leaves) for part in recipe[1:]))  # type: ignore[no-any-return]
-
-
-class Guards:
-    """What Python was told of captured numbers while a mod was traced."""
-
-    def __init__(self) -> None:
-        self.told: dict[Recipe, Host] = {}
-
-    def tell(self, recipe: Recipe, value: Host) -> Host:
-        """Note an answer and give it."""
-        self.told[recipe] = value
-        return value
 
 
 def as_host(value: object) -> Host | None:
@@ -119,10 +108,10 @@ class Number:
 
     def settled(self) -> int | float:
         """The number itself, which the trace depends on from now on."""
-        return self.guards.tell(self.recipe, self.value)
+        return self.guards.setdefault(self.recipe, self.value)
 
     def __bool__(self) -> bool:
-        return bool(self.guards.tell(("bool", self.recipe), bool(self.value)))
+        return bool(self.guards.setdefault(("bool", self.recipe), bool(self.value)))
 
     def __getattr__(self, name: str) -> Any:
         if not hasattr(type(self.value), name):
@@ -189,7 +178,7 @@ def _operand(value: object) -> tuple[Host, Recipe] | None:
 def _made(number: Number, value: Any, recipe: Recipe) -> Any:
     if type(value) in (int, float):
         return lifted(value, recipe, number.guards)
-    return value if value is NotImplemented else number.guards.tell(recipe, value)
+    return value if value is NotImplemented else number.guards.setdefault(recipe, value)
 
 
 def _binary(name: str, function: Callable[..., Any], *, swapped: bool) -> Callable[[Number, object], Any]:
@@ -213,26 +202,15 @@ def _unary(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _comparison(name: str, function: Callable[..., Any]) -> Callable[[Number, object], Any]:
-    def method(self: Number, other: object) -> Any:
-        operand = None if isinstance(other, Tensor) else _operand(other)
-        if operand is None:
-            return NotImplemented
-        return self.guards.tell((name, self.recipe, operand[1]), bool(function(self.value, operand[0])))
-
-    return method
-
-
 def _of_value(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda self, *form: function(self.settled(), *form)
 
 
 for _function in (int, float, complex, hash, repr, format, operator.index):
     setattr(Number, f"__{_function.__name__}__", _of_value(_function))
-for _name, _function in _BINARY.items():
+for _name, _function in (*_BINARY.items(), *_COMPARISONS.items()):
     setattr(Number, f"__{_name}__", _binary(_name, _function, swapped=False))
+for _name, _function in _BINARY.items():
     setattr(Number, f"__r{_name}__", _binary(_name, _function, swapped=True))
 for _name, _function in _UNARY.items():
     setattr(Number, f"__{_name}__", _unary(_name, _function))
-for _name, _function in _COMPARISONS.items():
-    setattr(Number, f"__{_name}__", _comparison(_name, _function))

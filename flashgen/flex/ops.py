@@ -7,8 +7,8 @@ traced for the lengths and tensors of a call. Both remember by what is computed,
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,10 +29,9 @@ from flashgen.ir.types import ScalarType
 from flashgen.op.loading import load_spec
 from flashgen.op.op import AttentionOp
 
-_MOST_SIGNATURES = 512
+_MOST = 512  # signatures, mods, calls
 _MOST_TRACES = 16  # of one signature, by what Python was told of captured numbers
-_MOST_CALLS = 512
-_TRACES: OrderedDict[Hashable, list[Trace]] = OrderedDict()
+_TRACES: dict[Hashable, list[Trace]] = {}
 _KNOWN: dict[Hashable, _Known] = {}
 
 
@@ -75,22 +74,20 @@ def _know(key: Hashable, score_mod: Mod | None, mask_mod: Mod | None, found: Bou
     unchanged = looked_at(score_mod, mask_mod) if found.trace.settled else None
     if unchanged is None:
         return
-    if len(_KNOWN) >= _MOST_SIGNATURES:
-        _KNOWN.clear()
 
     def forget(_: object, known: dict[Hashable, _Known] = _KNOWN) -> None:  # at exit there are no globals any more
         known.pop(key, None)
 
     mods = tuple(None if mod is None else weakref.ref(mod, forget) for mod in (score_mod, mask_mod))
     kept = Bound(found.trace.alone(), tuple(map(held, found.tensors)), tuple(map(held, found.params)), found.calls)
-    _KNOWN[key] = _Known(mods, unchanged, kept)
+    remember(_KNOWN, key, _Known(mods, unchanged, kept))
 
 
-def keep(bound: Bound, call: Hashable, found: Any) -> None:
-    """Remember what a call of these mods found, for as long as they do not change."""
-    if len(bound.calls) >= _MOST_CALLS:
-        bound.calls.clear()
-    bound.calls[call] = found
+def remember(known: dict[Hashable, Any], key: Hashable, found: Any) -> None:
+    """Keep what was found; where there is too much of it, this alone."""
+    if len(known) >= _MOST:
+        known.clear()
+    known[key] = found
 
 
 def _look_up(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> Bound:
@@ -107,7 +104,8 @@ def _look_up(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) 
                 return Bound(known, values[:count], values[count:], {})
     found = trace(score_mod, mask_mod, captured, device)
     if found.settled and captured.cacheable:
-        _remember(signature, found)
+        # Without the tensors of this call.
+        remember(_TRACES, signature, [found.alone(), *_TRACES.get(signature, ())][:_MOST_TRACES])
     return Bound(found, found.tensors, found.params, {})
 
 
@@ -132,16 +130,6 @@ def _is_of_type(value: object, scalar: ScalarType) -> bool:
     return isinstance(value, float)
 
 
-def _remember(signature: Hashable, found: Trace) -> None:
-    """Keep the trace without the tensors of its first call."""
-    traces = _TRACES.setdefault(signature, [])
-    traces.insert(0, found.alone())
-    del traces[_MOST_TRACES:]
-    _TRACES.move_to_end(signature)
-    while len(_TRACES) > _MOST_SIGNATURES:
-        _TRACES.popitem(last=False)
-
-
 @dataclass(frozen=True, eq=False)
 class Compiled:
     """An op, the names of its tensors and params in their order, and what it declares them as."""
@@ -150,6 +138,10 @@ class Compiled:
     names: tuple[str, ...]
     shapes: Shapes
     learned: tuple[bool, ...]
+
+    def serves(self, sizes: Sizes, extents: Extents, wanted: tuple[bool, ...]) -> bool:
+        """Whether it is for these lengths, and gives these gradients."""
+        return all(map(operator.ge, self.learned, wanted)) and fits(self.shapes, extents, sizes)
 
 
 class Family:
@@ -167,18 +159,12 @@ class Family:
         key = (*sizes.values(), *extents, wanted)
         found = self._calls.get(key)
         if found is None:
-            for each in self._compiled:
-                gives = all(has or not wants for has, wants in zip(each.learned, wanted, strict=True))
-                if gives and fits(each.shapes, extents, sizes):
-                    found = each
-                    break
-            else:
+            found = next((each for each in self._compiled if each.serves(sizes, extents, wanted)), None)
+            if found is None:
                 shapes = declared(self._traced, extents, sizes)
                 found = compiled(self._traced, self._shell, shapes, wanted, self._backend)
                 self._compiled.append(found)
-            if len(self._calls) >= _MOST_CALLS:
-                self._calls.clear()
-            self._calls[key] = found
+            remember(self._calls, key, found)
         return found
 
 
@@ -202,6 +188,11 @@ def wanted_gradients(bound: Bound) -> tuple[bool, ...]:
         return ()
     able = differentiable(bound.trace.traced)
     return tuple([can and isinstance(x, Tensor) and x.requires_grad for x, can in zip(values, able, strict=True)])
+
+
+def named_arguments(bound: Bound, made: Compiled) -> dict[str, Any]:
+    """What an op captures, by name."""
+    return dict(zip(made.names, arguments(bound, made.learned), strict=True))
 
 
 def arguments(bound: Bound, learned: Sequence[bool]) -> list[Any]:

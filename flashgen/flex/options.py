@@ -55,16 +55,13 @@ def check_options(options: object) -> None:
         raise ValueError(
             "kernel_options: 'BACKEND' and 'FORCE_USE_FLEX_ATTENTION' exclude each other; BACKEND is enough"
         )
-    _tell({str(name) for name in options if name not in _SILENT} | ({"BACKEND"} if backend != "AUTO" else set()))
-
-
-def _tell(names: set[str]) -> None:
+    names = {str(name) for name in options if name not in _SILENT} | ({"BACKEND"} if backend != "AUTO" else set())
     if not names <= _TOLD:
         _TOLD.update(names)
         warnings.warn(
             f"kernel_options: {', '.join(sorted(names))} steer kernels of FlexAttention and mean nothing to flashgen, "
             "whose own are tuned by 'flashgen tune'",
-            stacklevel=4,
+            stacklevel=3,
         )
 
 

@@ -17,15 +17,14 @@ from typing import Any
 
 from flashgen.analysis.ranging import plain_range
 from flashgen.flex.ops import Bound
-from flashgen.flex.places import place_of, raise_at
+from flashgen.flex.places import refuse_at
 from flashgen.flex.specs import plain_names
 from flashgen.flex.tracing import Mod, Traced
+from flashgen.flex.values import BOOL, FLOAT, INT
 from flashgen.ir.expr import Apply, Expr, Symbol, SymbolKind, walk
 from flashgen.ir.interval import FULL_BOOL, FULL_FLOAT, FULL_INT, INT_MAX, INT_MIN, FloatRange, IntRange, Range
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
-
-BOOL, INT, FLOAT = ScalarType.BOOL, ScalarType.INT, ScalarType.FLOAT
 
 
 def _power(x: int, n: int) -> int:
@@ -65,8 +64,10 @@ def check(bound: Bound, sizes: Mapping[str, int], mods: Sequence[Mod | None]) ->
     traced = bound.trace.traced
     ints = [x if isinstance(x, int) else None for x in bound.params]
     is_ordinary = max(sizes.values()) <= _ORDINARY and all(x is None or abs(x) <= _ORDINARY for x in ints)
-    if is_ordinary and _is_harmless(traced):
-        return
+    if is_ordinary:
+        ends = tuple([(-_ORDINARY, _ORDINARY) if each is INT else None for each in traced.params])
+        if _leaving(traced, _ORDINARY_SIZES, ends) is None:
+            return
     lengths = tuple((name, sizes[name]) for name in _SIZE_OF.values())
     found = _leaving(traced, lengths, tuple(None if x is None else (x, x) for x in ints))
     if found is None:
@@ -75,15 +76,7 @@ def check(bound: Bound, sizes: Mapping[str, int], mods: Sequence[Mod | None]) ->
     known = dict(zip(plain_names(traced), bound.trace.names, strict=True))
     shown = re.sub(r"\b[tp]\d+\b", lambda name: known[name[0]] or name[0], text(node))
     message = f"'{shown}' reaches {reached} at these lengths; ints of flashgen have 32 bits"
-    hints = ("compute it with floats, or divide before you multiply",)
-    raise_at(place_of(mods[number]), "E604", message, hints=hints)
-
-
-@functools.lru_cache(maxsize=256)
-def _is_harmless(traced: Traced) -> bool:
-    """Whether no int leaves 32 bits at ordinary sizes, whatever the params."""
-    ends = tuple((-_ORDINARY, _ORDINARY) if each is INT else None for each in traced.params)
-    return _leaving(traced, _ORDINARY_SIZES, ends) is None
+    refuse_at(mods[number], "E604", message, hints=("compute it with floats, or divide before you multiply",))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -28,16 +28,14 @@ def spellings(folder: Path) -> tuple[str, ...]:
 NOT_THE_USERS = (*spellings(Path(__file__).parents[1]), *spellings(Path(torch.__file__).parent), "<frozen")
 
 
-def refuse(code: str, message: str, *, notes: Sequence[str] = (), hints: Sequence[str] = ()) -> NoReturn:
+def refuse(code: str, message: str, *, hints: Sequence[str] = ()) -> NoReturn:
     """Raise a ``SpecError`` that points to the line of the mod that is being traced."""
-    raise_at(_user_place(sys._getframe(1)), code, message, notes, hints)
+    raise_at(current_place(), code, message, hints=hints)
 
 
-def refuse_at(
-    function: object, code: str, message: str, *, notes: Sequence[str] = (), hints: Sequence[str] = ()
-) -> NoReturn:
+def refuse_at(function: object, code: str, message: str, *, hints: Sequence[str] = ()) -> NoReturn:
     """Raise a ``SpecError`` that points to where a function is defined."""
-    raise_at(place_of(function), code, message, notes, hints)
+    raise_at(place_of(function), code, message, hints=hints)
 
 
 def refuse_raised(error: BaseException, mod: object) -> NoReturn:
@@ -59,59 +57,43 @@ def refuse_raised(error: BaseException, mod: object) -> NoReturn:
     raise_at(place, "E606", message.splitlines()[0])
 
 
+def function_of(mod: Any) -> Any:
+    """The function below masks and partials."""
+    while True:
+        of_class = getattr(type(mod), "__flashgen_mod__", None)
+        if of_class is not None:
+            mod = of_class(mod)
+        elif isinstance(mod, functools.partial):
+            mod = mod.func
+        else:
+            return mod
+
+
 def place_of(function: object) -> Span | None:
     """The line where a function of the user's begins; that of ``__call__`` where an object is called."""
-    while True:
-        of_class = getattr(type(function), "__flashgen_mod__", None)
-        if of_class is not None:
-            function = of_class(function)
-        elif isinstance(function, functools.partial):
-            function = function.func
-        else:
-            break
+    function = function_of(function)
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     if not isinstance(code, CodeType) or _is_ours(code):
         return None
-    line = linecache.getline(code.co_filename, code.co_firstlineno)
-    return _whole_line(code.co_filename, code.co_firstlineno, line)
-
-
-def source_of(span: Span | None) -> tuple[Source, ...]:
-    """The file of a place, as far as Python knows its text."""
-    if span is None:
-        return ()
-    return (Source(span.file, "".join(linecache.getlines(span.file))),)
+    return _whole_line(code.co_filename, code.co_firstlineno)
 
 
 def current_place() -> Span | None:
     """The expression of the mod that is being evaluated."""
-    return _user_place(sys._getframe(1))
+    return next((_span(each, each.f_lasti) for each in _frames() if not _is_ours(each.f_code)), None)
 
 
 def raise_at(
     span: Span | None, code: str, message: str, notes: Sequence[str] = (), hints: Sequence[str] = ()
 ) -> NoReturn:
     """Raise a ``SpecError`` that points to a place."""
-    raise SpecError([Diagnostic(code, message, span, notes=tuple(notes), hints=tuple(hints))], source_of(span))
-
-
-def _user_place(frame: FrameType | None) -> Span | None:
-    for each in _frames(frame):
-        if each.f_code in _BORDERS:
-            return None
-        if not _is_ours(each.f_code):
-            return _span(each, each.f_lasti)
-    return None
+    sources = () if span is None else (Source(span.file, "".join(linecache.getlines(span.file))),)
+    raise SpecError([Diagnostic(code, message, span, notes=tuple(notes), hints=tuple(hints))], sources)
 
 
 def calling_function() -> type | None:
     """The ``autograd.Function`` of the user's whose ``forward`` is running in a mod."""
-    for each in _frames(sys._getframe(1)):
-        if each.f_code in _BORDERS:
-            return None
-        if each.f_code is _APPLY:
-            return each.f_locals["cls"]  # type: ignore[no-any-return]
-    return None
+    return next((each.f_locals["cls"] for each in _frames() if each.f_code is _APPLY), None)
 
 
 _APPLY: CodeType = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
@@ -126,8 +108,10 @@ def border(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
+def _frames() -> Iterator[FrameType]:
+    """Those of the mod that is running and of what it calls, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _BORDERS:
         yield frame
         frame = frame.f_back
 
@@ -143,7 +127,7 @@ def _span(frame: FrameType, instruction: int) -> Span:
     line = line or frame.f_lineno
     text = linecache.getline(code.co_filename, line)
     if column is None or end_line is None or end_column is None:
-        return _whole_line(code.co_filename, line, text)
+        return _whole_line(code.co_filename, line)
     # Columns of Python count bytes.
     start = len(text.encode()[:column].decode(errors="replace"))
     last = linecache.getline(code.co_filename, end_line)
@@ -151,6 +135,7 @@ def _span(frame: FrameType, instruction: int) -> Span:
     return Span(code.co_filename, line, start + 1, end_line, end + 1)
 
 
-def _whole_line(file: str, number: int, text: str) -> Span:
+def _whole_line(file: str, number: int) -> Span:
+    text = linecache.getline(file, number)
     start = len(text) - len(text.lstrip())
     return Span(file, number, start + 1, number, len(text.rstrip()) + 1)

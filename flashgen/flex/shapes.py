@@ -33,13 +33,12 @@ def declared(traced: Traced, extents: Extents, sizes: Sizes | None) -> Shapes:
 def fits(shapes: Shapes, extents: Extents, sizes: Sizes) -> bool:
     """Whether shapes say what is there."""
     return all(
-        value_of(extent, sizes) == length
+        tuple(_value_of(extent, sizes) for extent in shape) == tuple(lengths)
         for shape, lengths in zip(shapes, extents, strict=True)
-        for extent, length in zip(shape, lengths, strict=True)
     )
 
 
-def value_of(extent: Expr, sizes: Sizes) -> int:
+def _value_of(extent: Expr, sizes: Sizes) -> int:
     """The value of a declared length."""
     if isinstance(extent, Literal):
         return int(extent.value)
@@ -64,7 +63,7 @@ def _reads(traced: Traced) -> Mapping[tuple[int, int], tuple[Expr, ...]]:
 
 def _extent(reads: Sequence[Expr], length: int, sizes: Sizes | None) -> Expr:
     for candidate in _candidates(reads, guess=sizes is not None):
-        if sizes is None or value_of(candidate, sizes) == length:
+        if sizes is None or _value_of(candidate, sizes) == length:
             return candidate
     return literal(length)
 

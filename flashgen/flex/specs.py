@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from flashgen.flex.places import function_of
 from flashgen.flex.shapes import Shapes
 from flashgen.flex.tracing import Mod, Traced
 from flashgen.flex.values import folded
@@ -48,9 +49,7 @@ class Shell:
     maxima: bool = False
 
 
-def make_spec(
-    traced: Traced, shell: Shell, shapes: Shapes, learned: Sequence[bool], file: str = "<flex>"
-) -> AttentionSpec:
+def make_spec(traced: Traced, shell: Shell, shapes: Shapes, learned: Sequence[bool]) -> AttentionSpec:
     """The spec. ``learned`` says which tensors, then params, receive gradients."""
     count = len(traced.tensors)
     tensor_names, param_names = shell.names[:count], shell.names[count:]
@@ -59,11 +58,13 @@ def make_spec(
     score = score_input("s") if traced.score is None else named(traced.score)
     defaults = shell.defaults or (None,) * len(param_names)
     params = [
-        Param(name, kind, _default(kind, default), grad)
+        Param(name, kind, None if default is None else literal(default), grad)
         for name, kind, default, grad in zip(param_names, traced.params, defaults, learned[count:], strict=True)
     ]
+    scale: Expr = apply("div", literal(1.0), apply("sqrt", size("D")))
     if shell.scaled:
         params.append(Param(SCALE, ScalarType.FLOAT, None, grad=False))
+        scale = Symbol(ScalarType.FLOAT, name=SCALE, kind=SymbolKind.PARAM)
     spec = AttentionSpec(
         name=shell.name,
         head_dims=(shell.head_dim,),
@@ -72,10 +73,10 @@ def make_spec(
         constants=(),
         params=tuple(params),
         tensors=tuple(
-            CapturedTensor(name, each.element, shape, grad)
-            for name, each, shape, grad in zip(tensor_names, traced.tensors, shapes, learned, strict=False)
+            CapturedTensor(name, element, shape, grad)
+            for name, element, shape, grad in zip(tensor_names, traced.tensors, shapes, learned, strict=False)
         ),
-        scale=_scale(shell.scaled),
+        scale=scale,
         score=apply("mul", score, literal(FACTOR)) if shell.maxima else score,
         mask=literal(True) if traced.mask is None else named(traced.mask),
         layout=None,
@@ -85,19 +86,7 @@ def make_spec(
         statements=(),
         sources=(),
     )
-    return with_text(spec, file)
-
-
-def _default(kind: ScalarType, value: int | float | None) -> Expr | None:
-    if value is None:
-        return None
-    return literal(float(value) if kind is ScalarType.FLOAT else int(value))
-
-
-def _scale(scaled: bool) -> Expr:
-    if scaled:
-        return Symbol(ScalarType.FLOAT, name=SCALE, kind=SymbolKind.PARAM)
-    return apply("div", literal(1.0), apply("sqrt", size("D")))
+    return with_text(spec, "<flex>")
 
 
 def _renaming(tensors: Sequence[str], params: Sequence[str], extents: dict[str, Expr]) -> Callable[[Expr], Expr]:
@@ -125,9 +114,7 @@ def differentiable(traced: Traced) -> tuple[bool, ...]:
                 read.add(node.tensor)
             elif isinstance(node, Symbol) and node.kind is SymbolKind.PARAM and node.type is ScalarType.FLOAT:
                 read.add(node.name)
-    tensors = (f"t{number}" in read for number in range(len(traced.tensors)))
-    params = (f"p{number}" in read for number in range(len(traced.params)))
-    return (*tensors, *params)
+    return tuple(name in read for name in plain_names(traced))
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -163,17 +150,8 @@ def check_name(name: object) -> None:
 
 def name_of(score_mod: Mod | None, mask_mod: Mod | None) -> str:
     """A name for the attention of these mods."""
-    parts = [_mod_name(mod) for mod in (score_mod, mask_mod) if mod is not None]
+    functions = [function_of(mod) for mod in (score_mod, mask_mod) if mod is not None]
+    parts = [str(getattr(each, "__name__", type(each).__name__)).replace("<lambda>", "lambda_") for each in functions]
     name = re.sub(r"\W+", "_", "_".join(dict.fromkeys(parts)), flags=re.ASCII).strip("_")[:60] or "attention_"
     name = f"_{name}" if name[0].isdigit() else name
     return f"{name}_" if name in RESERVED or keyword.iskeyword(name) else name
-
-
-def _mod_name(mod: Mod) -> str:
-    while hasattr(mod, "func"):
-        mod = mod.func
-    of_class = getattr(type(mod), "__flashgen_mod__", None)
-    if of_class is not None:
-        return _mod_name(of_class(mod))
-    name = getattr(mod, "__name__", type(mod).__name__)
-    return "lambda_" if name == "<lambda>" else str(name)

@@ -37,6 +37,10 @@ class Row(NamedTuple):
     captured: Tensor
     places: tuple[Expr | None, ...]
 
+    def left(self, lengths: Sequence[Any]) -> list[Any]:
+        """Of one length for each dimension those of the dimensions that have no index yet."""
+        return [length for length, place in zip(lengths, self.places, strict=True) if place is None]
+
 
 class Symbolic(Tensor):
     """A tensor of a mod: ``session`` is the trace that it belongs to, ``ones`` what PyTorch computes with."""

@@ -24,7 +24,7 @@ from flashgen.flex.captured import Captured, Lifting
 from flashgen.flex.dispatch import dispatch
 from flashgen.flex.indexing import index, lengths
 from flashgen.flex.numbers import Guards, Host, Recipe, as_number, settled
-from flashgen.flex.places import border, calling_function, refuse, refuse_at, refuse_raised
+from flashgen.flex.places import border, calling_function, place_of, raise_at, refuse, refuse_at, refuse_raised
 from flashgen.flex.refusals import DECISIONS, refuse_decision, refuse_unknown
 from flashgen.flex.stand_ins import Symbolic, flat, mapped, watched
 from flashgen.flex.values import FLOAT, Session, Slot, Value, convert
@@ -37,24 +37,16 @@ _NAMES_OF_POSITIONS = ("b", "h", "i", "j")
 
 
 @dataclass(frozen=True)
-class TracedTensor:
-    """A captured tensor of a trace: ``t0``, ``t1``, … in the order of the first read."""
-
-    element: ElementType
-    rank: int
-
-
-@dataclass(frozen=True)
 class Traced:
     """What mods compute, whatever they and what they capture are called.
 
-    ``score`` is over s, positions, params ``p0``… and loads of ``t0``…; None where there is no mod. Lengths of captured
-    tensors stand as sizes ``t0.1`` (of t0, dimension 1).
+    ``score`` is over s, positions, params ``p0``… and loads of ``t0``…; None where there is no mod. ``tensors`` are
+    numbered in the order of the first read; their lengths stand as sizes ``t0.1`` (of t0, dimension 1).
     """
 
     score: Expr | None
     mask: Expr | None
-    tensors: tuple[TracedTensor, ...]
+    tensors: tuple[ElementType, ...]
     params: tuple[ScalarType, ...]
     _hash: int = field(init=False, repr=False, compare=False)
 
@@ -101,7 +93,7 @@ def trace(score_mod: Mod | None, mask_mod: Mod | None, captured: Captured, devic
 def _trace(
     score_mod: Mod | None, mask_mod: Mod | None, captured: Captured, device: torch.device, *, lift: bool
 ) -> Trace:
-    guards = Guards()
+    guards: Guards = {}
     names = captured.tensor_names()
     session = Session(device, dispatch, guards, captured.tensor_leaves(), names)
     score: Mod | None = score_mod
@@ -112,7 +104,7 @@ def _trace(
     else:
         for number, leaf in enumerate(captured.leaves):
             if not isinstance(leaf, Tensor):
-                guards.tell(("leaf", number), leaf)
+                guards["leaf", number] = leaf
     try:
         scored = None if score_mod is None else _score(session, score, score_mod)
         kept = None if mask_mod is None else _mask(session, mask, mask_mod)
@@ -123,7 +115,7 @@ def _trace(
     traced = Traced(
         scored,
         kept,
-        tuple(TracedTensor(each.type, each.value.dim()) for each in tensors),
+        tuple(each.type for each in tensors),
         tuple(each.type for each in params),
     )
     return Trace(
@@ -133,7 +125,7 @@ def _trace(
         tuple(each.name for each in slots),
         session.settled and captured.cacheable,
         tuple(each.recipe for each in slots),
-        tuple(guards.told.items()),
+        tuple(guards.items()),
     )
 
 
@@ -141,7 +133,10 @@ def _score(session: Session, mod: Any, own: Mod) -> Expr:
     result = _run(session, mod, own, session.symbolic(Value(score_input("s"), torch.float32)))
     value = session.value(result) if _is_scalar(result) else None
     if value is None or value.dtype is torch.bool:
-        hints = _score_hint(result, value)
+        hint = _row_hint(result)
+        if value is not None:
+            hint = "write torch.where(condition, score, -float('inf')) to mask by a score_mod"
+        hints = (hint,) if hint else ()
         refuse_at(own, "E603", f"the score_mod returns {_what(result)}; a score is expected", hints=hints)
     return convert(value.expr, FLOAT)
 
@@ -158,12 +153,6 @@ def _mask(session: Session, mod: Any, own: Mod) -> Expr:
             hints=(hint if isinstance(result, bool) else _row_hint(result) or "compare it: x != 0",),
         )
     return value.expr
-
-
-def _score_hint(result: object, value: Value | None) -> tuple[str, ...]:
-    if value is None:
-        return (_row_hint(result),) if _row_hint(result) else ()
-    return ("write torch.where(condition, score, -float('inf')) to mask by a score_mod",)
 
 
 def _row_hint(result: object) -> str:
@@ -226,9 +215,9 @@ def _run(session: Session, mod: Any, own: Mod, *first: Symbolic) -> object:
         with torch.set_grad_enabled(torch.is_grad_enabled()), _Watch(session):
             return mod(*first, *positions)
     except SpecError as error:
-        if error.diagnostics[0].span is None:
-            diagnostic = error.diagnostics[0]
-            refuse_at(own, diagnostic.code, diagnostic.message, notes=diagnostic.notes, hints=diagnostic.hints)
+        first_one = error.diagnostics[0]
+        if first_one.span is None:
+            raise_at(place_of(own), first_one.code, first_one.message, first_one.notes, first_one.hints)
         raise
     except Exception as error:
         refuse_raised(error, own)
@@ -349,16 +338,13 @@ class _Watch(TorchFunctionMode):
             session.remember(result, result.item())
             return result
         session.settled = False
-        self._name(result, args)
+        if isinstance(result, Tensor):  # it is called as the tensor that it is computed of
+            names = session.names
+            session.alive.append(result)
+            names.setdefault(
+                id(result), next((names[id(x)] for x in args if isinstance(x, Tensor) and id(x) in names), "")
+            )
         return result
-
-    def _name(self, result: object, args: tuple[Any, ...]) -> None:
-        """What is computed of a captured tensor is called as that is."""
-        names = self._session.names
-        known = next((names[id(each)] for each in args if isinstance(each, Tensor) and id(each) in names), "")
-        if isinstance(result, Tensor):
-            self._session.alive.append(result)
-            names.setdefault(id(result), known)
 
 
 # Functions that make tensors, and which of their arguments is the value.
@@ -372,7 +358,7 @@ _WITHOUT_GRADIENT = frozenset(("detach", "detach_", "get:data"))
 _CONVERSIONS: Mapping[str, str] = MappingProxyType({"to": "numbers", "type": "tensors"})
 _QUESTIONS = frozenset(
     (
-        *("get:dtype", "get:device", "get:is_cuda", "get:is_cpu", "get:ndim", "get:requires_grad", "get:layout"),
+        *(*_PLACES, "get:dtype", "get:ndim", "get:requires_grad", "get:layout"),
         *("dim", "is_floating_point", "is_complex"),
     )
 )

@@ -5,10 +5,11 @@ In: what a mod computes with. Out: nodes of the IR, made directly, with PyTorch'
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -132,7 +133,7 @@ class Session:
     def row(self, row: Row, cells: Cells | None = None) -> Symbolic:
         """What is left of a captured tensor when some of its dimensions are indexed."""
         with torch._C.DisableTorchFunction():
-            shape = [length for length, place in zip(row.captured.shape, row.places, strict=True) if place is None]
+            shape = row.left(row.captured.shape)
         return symbolic(self, row.captured.dtype, shape, cells, row)
 
     def stand_in(self, x: Tensor) -> Symbolic:
@@ -142,8 +143,7 @@ class Session:
 
     def elements(self, row: Row) -> Cells:
         """The elements of a row of a captured tensor; another length is another trace."""
-        lengths = self.lengths(row.captured)
-        shape = [int(length) for length, place in zip(lengths, row.places, strict=True) if place is None]
+        shape = list(map(int, row.left(self.lengths(row.captured))))
         if math.prod(shape) > MOST_TERMS:
             size = " × ".join(map(str, shape))
             message = (
@@ -169,14 +169,9 @@ class Session:
     def checked(self, expr: Expr) -> Expr:
         """The expression, if it is not too large."""
         if expr.depth > MAX_DEPTH or expr.size > MAX_SIZE:
-            what = (
-                f"more than {MAX_DEPTH} operations deep"
-                if expr.depth > MAX_DEPTH
-                else f"of more than {MAX_SIZE:,} parts"
-            )
-            refuse(
-                "E606", f"the expression of the mod becomes one {what}", hints=("look values up in a tensor instead",)
-            )
+            deep, large = f"more than {MAX_DEPTH} operations deep", f"of more than {MAX_SIZE:,} parts"
+            message = f"the expression of the mod becomes one {deep if expr.depth > MAX_DEPTH else large}"
+            refuse("E606", message, hints=("look values up in a tensor instead",))
         return expr
 
     def remember(self, x: Tensor, value: bool | int | float) -> None:
@@ -215,12 +210,12 @@ class Session:
         if isinstance(x.value, float) and not math.isfinite(x.value):
             return Value(constant(x.settled()), torch.get_default_dtype(), x)
         scalar = INT if isinstance(x.value, int) else FLOAT
-        if scalar is INT and fits(x.value) is not None:
-            refuse_large(x.value)
+        constant(x.value)  # refuses ints that do not fit
         if x.recipe not in self._by_recipe:
             name = self.names.get(-1 - x.recipe[1], "") if x.recipe[0] == "leaf" else ""
             name = x.recipe[2] if x.recipe[0] == "attribute" else name
-            self._by_recipe[x.recipe] = self._param(name, scalar, x.value, x.recipe)
+            self._by_recipe[x.recipe] = len(self.params)
+            self.params.append(Slot(name, scalar, x.value, x.recipe))
         return Value(param_symbol(self._by_recipe[x.recipe], scalar), _weak_dtype(x.value), x)
 
     def _scalar(self, x: Tensor) -> Value:
@@ -229,20 +224,19 @@ class Session:
             return Value(convert(constant(known), scalar_of(x.dtype)), x.dtype)
         self._check_readable(x)
         scalar = FLOAT if x.dtype.is_floating_point else INT
-        if id(x) not in self._slots:
-            self._slots[id(x)] = self._param(self.names.get(id(x), ""), scalar, x, self._recipe(x))
-        symbol = param_symbol(self._slots[id(x)], scalar)
+        symbol = param_symbol(self._number_among(self.params, x, scalar), scalar)
         return Value(convert(symbol, BOOL) if x.dtype is torch.bool else symbol, x.dtype)
 
-    def _param(self, name: str, scalar: ScalarType, value: int | float | Tensor, recipe: Recipe) -> int:
-        self.params.append(Slot(name, scalar, value, recipe))
-        return len(self.params) - 1
-
-    def _recipe(self, x: Tensor) -> Recipe:
-        leaf = self.leaves.get(id(x))
-        self.alive.append(x)
-        self.settled &= leaf is not None
-        return ("derived", id(x)) if leaf is None else ("leaf", leaf)
+    def _number_among(self, slots: list[Slot[Kind]], x: Tensor, kind: Kind) -> int:
+        """The number of a captured tensor, which is declared when it is first read."""
+        if id(x) not in self._slots:
+            leaf = self.leaves.get(id(x))
+            self.alive.append(x)
+            self.settled &= leaf is not None
+            self._slots[id(x)] = len(slots)
+            recipe = ("derived", id(x)) if leaf is None else ("leaf", leaf)
+            slots.append(Slot(self.names.get(id(x), ""), kind, x, recipe))
+        return self._slots[id(x)]
 
     # -- captured tensors
 
@@ -254,13 +248,9 @@ class Session:
         return Value(load, tensor.dtype)
 
     def slot(self, tensor: Tensor) -> int:
-        """The number of a captured tensor, which is declared when it is first read."""
-        if id(tensor) not in self._slots:
-            self._check_readable(tensor)
-            element = _ELEMENTS[_CONVERTED.get(tensor.dtype, tensor.dtype)]
-            self._slots[id(tensor)] = len(self.tensors)
-            self.tensors.append(Slot(self.names.get(id(tensor), ""), element, tensor, self._recipe(tensor)))
-        return self._slots[id(tensor)]
+        """The number of a captured tensor that has dimensions."""
+        self._check_readable(tensor)
+        return self._number_among(self.tensors, tensor, _ELEMENTS[_CONVERTED.get(tensor.dtype, tensor.dtype)])
 
     def called(self, tensor: Tensor) -> str:
         """A captured tensor, for messages."""
@@ -303,19 +293,14 @@ def constant(value: bool | int | float) -> Literal:
     if isinstance(value, float) and math.isnan(value):
         refuse("E603", "a constant of the mod is NaN")
     if isinstance(value, int) and fits(value) is not None:
-        refuse_large(value)
+        refuse(
+            "E604",
+            f"{value} does not fit in 32 bits, which ints of flashgen have",
+            hints=("make it a float where one will do",),
+        )
     if isinstance(value, float) and fits(value) is not None:
         return literal(math.copysign(math.inf, value))  # as PyTorch's float32
     return literal(value)
-
-
-def refuse_large(value: int | float) -> NoReturn:
-    """Refuse an int that flashgen's 32 bits do not hold."""
-    refuse(
-        "E604",
-        f"{value} does not fit in 32 bits, which ints of flashgen have",
-        hints=("make it a float where one will do",),
-    )
 
 
 def node(op: str, *args: Expr) -> Expr:
@@ -340,20 +325,16 @@ def folded(made: Apply) -> Literal:
     return constant(bool(value) if made.type is BOOL else value)
 
 
-def conjunction(x: Expr, y: Expr) -> Expr:
-    """Both, without constants that change nothing."""
+def _connected(op: str, decides: bool, x: Expr, y: Expr) -> Expr:
+    """Two conditions without constants: one of the value ``decides`` is the result, the other changes nothing."""
     for one, other in ((x, y), (y, x)):
         if isinstance(one, Literal):
-            return other if one.value else one
-    return node("and", x, y)
+            return one if one.value == decides else other
+    return node(op, x, y)
 
 
-def disjunction(x: Expr, y: Expr) -> Expr:
-    """Either, without constants that change nothing."""
-    for one, other in ((x, y), (y, x)):
-        if isinstance(one, Literal):
-            return one if one.value else other
-    return node("or", x, y)
+conjunction = functools.partial(_connected, "and", False)
+disjunction = functools.partial(_connected, "or", True)
 
 
 def choice(condition: Expr, yes: Expr, no: Expr) -> Expr:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from flashgen.compiler.reading import Constant
+from flashgen.ir.expr import literal
 from flashgen.ir.spec import HeadDim
 from flashgen.nn.attention import Attention, as_op
-from flashgen.nn.changed import changed_op, origin_name
 from flashgen.nn.learned import Initial
-from flashgen.nn.masks import PADDING, PAIRS, Change
+from flashgen.nn.masks import PADDING, PAIRS, masked_op, origin_name
 from flashgen.op.conversion import as_number, int_argument
 from flashgen.op.loading import load_spec
 from flashgen.op.op import BaseOp
@@ -90,7 +91,11 @@ class MultiheadAttention(nn.Module):
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
         width = embed_dim // num_heads
         op = as_op(spec, name, const, backend)
-        changed = Change(HeadDim(width, width), drops=dropout > 0).of(op.spec)
+        changed = op.spec
+        if HeadDim(width, width) not in changed.head_dims:
+            changed = replace(changed, head_dims=(HeadDim(width, width),))
+        if dropout > 0 and changed.dropout is None:
+            changed = replace(changed, dropout=literal(0.0))
         if changed is not op.spec:
             op = op.of_spec(changed, load_spec)
         self.attention = Attention(
@@ -215,7 +220,7 @@ class MultiheadAttention(nn.Module):
 
     def _op(self, masks: tuple[tuple[str, int, bool], ...], causal: bool) -> BaseOp:
         """The op of a call; the spec's own where nothing is changed."""
-        return changed_op(self._op_name, masks, causal) if masks or causal else self.attention.op
+        return masked_op(self._op_name, masks, causal) if masks or causal else self.attention.op
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """q, k and v before heads are told apart; one product where all three are the same."""

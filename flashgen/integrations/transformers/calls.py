@@ -127,7 +127,12 @@ class _Asked:
     def order(self, causal: bool, sliding_window: int | None) -> None:
         """What a layer says where there is no mask."""
         if causal:
-            _check_causal(*self.sizes[2:])
+            q_length, kv_length = self.sizes[2:]
+            if q_length not in (1, kv_length):
+                raise ValueError(
+                    f"'is_causal' for {q_length} queries, {kv_length} keys and no mask does not say where the queries "
+                    "stand; pass an attention_mask"
+                )
             self.conditions.append(f"j <= {LOWER_RIGHT}")
             self.kinds.add("causal")
         if sliding_window is not None:
@@ -137,7 +142,12 @@ class _Asked:
             self.captured["window"] = sliding_window
 
     def layer_mask(self, mask: LayerMask) -> None:
-        _check_mask(mask, self.sizes)
+        batch, _, q_length, kv_length = self.sizes
+        if (mask.shape[0], *mask.shape[2:]) != (batch, q_length, kv_length):
+            raise ValueError(
+                f"'attention_mask' is for {list(mask.shape)}, but there are {q_length} queries, {kv_length} keys and "
+                f"{batch} batch entries; {ELSEWHERE}"
+            )
         self.conditions.append(mask.condition)
         self.declarations += mask.declarations
         self.captured |= mask.captured
@@ -183,24 +193,6 @@ def _same_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tens
     if min(query.shape[0], key.shape[0]) != 1:
         raise ValueError(f"'query' has {query.shape[0]} batch entries and 'key' has {key.shape[0]}")
     return tuple(x.expand(batch, -1, -1, -1) for x in (query, key, value))  # type: ignore[return-value]
-
-
-def _check_mask(mask: LayerMask, sizes: tuple[int, int, int, int]) -> None:
-    batch, _, q_length, kv_length = sizes
-    there = mask.shape
-    if (there[0], there[2], there[3]) != (batch, q_length, kv_length):
-        raise ValueError(
-            f"'attention_mask' is for {list(there)}, but there are {q_length} queries, {kv_length} keys and {batch} "
-            f"batch entries; {ELSEWHERE}"
-        )
-
-
-def _check_causal(q_length: int, kv_length: int) -> None:
-    if q_length not in (1, kv_length):
-        raise ValueError(
-            f"'is_causal' for {q_length} queries, {kv_length} keys and no mask does not say where the queries stand; "
-            "pass an attention_mask"
-        )
 
 
 def _check_broadcast(name: str, x: Tensor, sizes: tuple[int, int, int, int]) -> None:

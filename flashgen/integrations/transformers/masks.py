@@ -314,28 +314,23 @@ def _goes_by_differences(function: Any) -> bool:
 _IDS = torch.zeros(1, 1, dtype=torch.int32)
 
 
-def _code(function: Any) -> CodeType:
-    """What all closures of a factory share, of one of them."""
-    code: CodeType = function.__code__
-    return code
-
-
-_CAUSAL = _code(masking_utils.causal_mask_function)
-_BIDIRECTIONAL = _code(masking_utils.bidirectional_mask_function)
-_SLIDING = _code(masking_utils.sliding_window_overlay(1))
-_SLIDING_BIDIRECTIONAL = _code(masking_utils.sliding_window_bidirectional_overlay(1))
-_PACKED = _code(masking_utils.packed_sequence_mask_function(_IDS))
-_REMAPPED = _code(masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, _IDS))
-_BOTH, _EITHER = _code(masking_utils.and_masks()), _code(masking_utils.or_masks())
+# All closures of a factory share their code.
+_CAUSAL = masking_utils.causal_mask_function.__code__
+_BIDIRECTIONAL = masking_utils.bidirectional_mask_function.__code__
+_SLIDING = masking_utils.sliding_window_overlay(1).__code__
+_SLIDING_BIDIRECTIONAL = masking_utils.sliding_window_bidirectional_overlay(1).__code__
+_PACKED = masking_utils.packed_sequence_mask_function(_IDS).__code__
+_REMAPPED = masking_utils.remap_positions_for_packed_sequence(masking_utils.causal_mask_function, _IDS).__code__
+_BOTH, _EITHER = masking_utils.and_masks().__code__, masking_utils.or_masks().__code__
 _BY_DIFFERENCES = (_CAUSAL, _BIDIRECTIONAL, _SLIDING, _SLIDING_BIDIRECTIONAL)
 _WRITERS: tuple[tuple[CodeType, Callable[..., str]], ...] = (
     (_CAUSAL, _Writer.causal),
     (_BIDIRECTIONAL, _Writer.bidirectional),
     (_SLIDING, _Writer.sliding),
     (_SLIDING_BIDIRECTIONAL, _Writer.sliding_bidirectional),
-    (_code(masking_utils.chunked_overlay(1, _IDS)), _Writer.chunked),
-    (_code(masking_utils.blockwise_overlay(_IDS)), _Writer.blockwise),
-    (_code(masking_utils.padding_mask_function(_IDS)), _Writer.padding),
+    (masking_utils.chunked_overlay(1, _IDS).__code__, _Writer.chunked),
+    (masking_utils.blockwise_overlay(_IDS).__code__, _Writer.blockwise),
+    (masking_utils.padding_mask_function(_IDS).__code__, _Writer.padding),
     (_PACKED, _Writer.packed),
     (_REMAPPED, _Writer.remapped),
     (_BOTH, _Writer.both),
