@@ -7,8 +7,9 @@ becomes None and the rest goes on.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import reduce
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from flashgen.diagnostics import Span, quoted_list
 from flashgen.ir.expr import Expr, Literal, Load, Symbol, literal
@@ -17,23 +18,36 @@ from flashgen.language import foreign, names, syntax
 from flashgen.language.constants import ConstantError, number
 from flashgen.language.frames import Bound, Captured, Frame, Meaning
 from flashgen.language.functions import FUNCTIONS, INFIX
-from flashgen.language.library import Macro
+from flashgen.language.library import Macro, Scope
 from flashgen.language.names import Place
-from flashgen.language.nodes import Nodes, TooLargeError
+from flashgen.language.nodes import Budget, Nodes, TooLargeError
 from flashgen.language.report import Report
 from flashgen.language.suggest import suggestion, unknown_function, wrong_count
-
-if TYPE_CHECKING:
-    from flashgen.language.block import Block
 
 # Levels of syntax, definitions written out: what Python's stack must hold.
 _MAX_LEVELS = 160
 
 
+class Names(Protocol):
+    """The attention block that an expression stands in, and the names that it declares."""
+
+    @property
+    def scope(self) -> Scope: ...
+    @property
+    def report(self) -> Report: ...
+    @property
+    def budget(self) -> Budget: ...
+    @property
+    def declarations(self) -> Mapping[str, object]: ...
+    def constant_names(self) -> tuple[str, ...]: ...
+    def find(self, name: str, span: Span) -> Meaning | None:
+        """What the name stands for here; reports a name that is not yet to be used."""
+
+
 class Expressions:
     """Resolves the expressions of one statement."""
 
-    def __init__(self, place: Place, block: Block) -> None:
+    def __init__(self, place: Place, block: Names) -> None:
         self.where = place
         self.frame = Frame(block.scope)
         self.block = block
