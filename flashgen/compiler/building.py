@@ -6,7 +6,6 @@ In: spec files, targets. Out: a folder for each attention, with sources and, for
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -180,8 +179,7 @@ def _kernels(
         try:
             made = [part for kernel in compile_spec(spec, target) for part in kernel.parts()]
             if calls is not None:  # side by side, where one waits for the other below
-                with contextlib.suppress(CompilerMissing):
-                    target.prepare([kernel.source for kernel in made], calls)
+                target.prepare([kernel.source for kernel in made], calls)
             kernels += [_packed(kernel, left, calls) for kernel in made]
         except SpecError as error:
             if calls is not None:

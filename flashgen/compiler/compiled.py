@@ -48,8 +48,7 @@ class CompiledKernel(Generic[PlanT, BinaryT]):
 
     def parts(self) -> tuple[CompiledKernel[PlanT, BinaryT], ...]:
         """One for each source that the target has of this plan."""
-        parts = self.target.parts(self.plan)
-        return tuple(compiled(self.variant, self.target, self.pins, each) for each in parts)
+        return tuple(compiled(self.variant, self.target, self.pins, each) for each in self.target.parts(self.plan))
 
     def packed(self, binary: BinaryT | None = None) -> Packed:
         """What a generated package holds of it."""

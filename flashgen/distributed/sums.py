@@ -56,8 +56,7 @@ class Total:
         for run, numbers in steps_of(spans, self._length):
             for n, x in enumerate(into):
                 to = rows_at(x, run)
-                # What is found first is what others are added to, and the last where rows are rounded: nothing is
-                # cleared, and next to nothing read twice.
+                # Parts are added to the first one, and the last addition rounds the sum: no sum is cleared before.
                 parts = [rows_at(self._parts[m][n], moved(run, -spans[m][0])) for m in numbers]
                 for part in parts[1:-1]:
                     parts[0].add_(part)

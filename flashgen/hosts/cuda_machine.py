@@ -15,14 +15,12 @@ from flashgen.hosts.cpu_backend import Package
 from flashgen.hosts.gpu_kernel import Find
 from flashgen.hosts.gpu_provider import GpuProvider
 from flashgen.hosts.kernel import ArgumentLayout
-from flashgen.hosts.machine import Made
+from flashgen.hosts.machine import KernelKey, Made
 from flashgen.hosts.schedule import DeviceSize
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.kind import Kind
-from flashgen.plan.measured import Pins
-from flashgen.plan.plan import Part
 from flashgen.targets.device_table import board_of
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.target import GpuTarget
@@ -49,8 +47,8 @@ class CudaMachine:
     def shape_of(self, shape: Shape | None) -> Shape | None:
         return shape
 
-    def make(self, variant: Variant, pins: Pins, part: Part) -> Made[Path]:
-        made = assembled(variant, self.target, pins, part)
+    def make(self, key: KernelKey) -> Made[Path]:
+        made = assembled(key.variant, self.target, key.pins, key.part)
         (binary,) = made.binary.parts.values()
         return Made(made.kernel.plan, made.kernel.source, lambda _: binary.path, binary.kernels)
 

@@ -14,12 +14,10 @@ from flashgen.hosts.emulator import Program, compile_program
 from flashgen.hosts.gpu_kernel import Find
 from flashgen.hosts.gpu_provider import GpuProvider
 from flashgen.hosts.kernel import ArgumentLayout
-from flashgen.hosts.machine import Made
+from flashgen.hosts.machine import KernelKey, Made
 from flashgen.hosts.schedule import DeviceSize
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
-from flashgen.plan.measured import Pins
-from flashgen.plan.plan import Part
 from flashgen.store.cache import Cache
 from flashgen.targets.device_table import product_of
 from flashgen.targets.gpu.product import Gpu
@@ -54,9 +52,9 @@ class EmulatorMachine:
     def shape_of(self, shape: Shape | None) -> Shape | None:  # noqa: ARG002 - a Machine's
         return self.sized
 
-    def make(self, variant: Variant, pins: Pins, part: Part) -> Made[Program]:
+    def make(self, key: KernelKey) -> Made[Program]:
         """The host's compiler takes a second for each kernel, so that it compiles those that are started."""
-        found = compiled(variant, self.target, pins, part)
+        found = compiled(key.variant, self.target, key.pins, key.part)
 
         @functools.cache
         def program(kernels: frozenset[str]) -> Program:

@@ -32,7 +32,7 @@ from flashgen.hosts.gpu_calls import (
     with_jvp,
 )
 from flashgen.hosts.kernel import ELEMENTS, ArgumentLayout, Kernel, call_of
-from flashgen.hosts.machine import Machine, Made
+from flashgen.hosts.machine import KernelKey, Machine, Made
 from flashgen.hosts.schedule import Compiled, schedule
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
@@ -44,7 +44,7 @@ from flashgen.kinds.kind import BOTH, Kind, PassName
 from flashgen.kinds.operand import F8_CODE
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import Pins
-from flashgen.plan.plan import CallKind, Part
+from flashgen.plan.plan import CallKind
 from flashgen.targets.gpu.alternatives import tile_of
 from flashgen.targets.gpu.compile import compile_calls
 from flashgen.targets.gpu.lists import cuda_fields
@@ -145,7 +145,7 @@ class GpuProvider:
         self, head_dim: HeadDim, machine: Machine, element: ElementType, name: PassName, calls: CallKind, pins: Pins
     ) -> tuple[Made[Any], tuple[str, ...]]:
         own = pins.of_pass(name)
-        made = self.made(self.variant(head_dim), own, Part(element, name, calls), machine)
+        made = self.made(KernelKey(self.variant(head_dim), element, name, calls, own), machine)
         return made, made.why or own.reasons
 
     def _usual(self, head_dim: HeadDim) -> Iterator[tuple[Made[Any], tuple[str, ...]]]:
@@ -184,11 +184,9 @@ class GpuProvider:
             )
 
         kernel = replace(machine.kernel(ArgumentLayout(cuda_fields(plan.recipe)), head_dim, find), other=other)
-        return (
-            kernel
-            if plan.recipe.variant.tangent is None
-            else replace(kernel, elements=tuple(map(ELEMENTS.index, plan.by_element)))
-        )
+        if plan.recipe.variant.tangent is None:
+            return kernel
+        return replace(kernel, elements=tuple(map(ELEMENTS.index, plan.by_element)))
 
     def _choices(self, head_dim: HeadDim, machine: Machine) -> TileChoices[Any, Any]:
         """Parts and slices are dense calls but for what they write; what was measured of tiles is of these."""
@@ -201,25 +199,22 @@ class GpuProvider:
             return {}
         return packaged(*self.package, compiled(self.variant(head_dim), machine.target).plan, machine.target)
 
-    def _made(self, variant: Variant, pins: Pins, part: Part, machine: Machine) -> Made[Any]:
-        element, name, calls = part.element, part.pass_name, part.calls
-        assert element is not None, "a source has one element type"
-        assert name is not None, "a source has one pass"
-        brought = self.brought(variant.head_dim, machine).get((element, name))
+    def _made(self, key: KernelKey, machine: Machine) -> Made[Any]:
+        brought = self.brought(key.variant.head_dim, machine).get((key.element, key.name))
         if brought is not None:
             if brought.edited:
-                return _as_packaged(brought, calls, f"'{brought.edited}' was edited, and runs as it stands")
-            wanted = getattr(pins, name)
-            if wanted is None or wanted == tile_of(brought.plan.own, name):
-                return _as_packaged(brought, calls)
-        check_element(compiled(variant, machine.target).plan, element)
+                return _as_packaged(brought, key.calls, f"'{brought.edited}' was edited, and runs as it stands")
+            wanted = getattr(key.pins, key.name)
+            if wanted is None or wanted == tile_of(brought.plan.own, key.name):
+                return _as_packaged(brought, key.calls)
+        check_element(compiled(key.variant, machine.target).plan, key.element)
         try:
-            return machine.make(variant, pins, part)
+            return machine.make(key)
         except NvrtcMissing as error:
-            if brought is None or brought.image(calls) is None:
+            if brought is None or brought.image(key.calls) is None:
                 raise
-            why = f"{name}: the binary of the package, because other tiles cannot be compiled: {error}"
-            return _as_packaged(brought, calls, why)
+            why = f"{key.name}: the binary of the package, because other tiles cannot be compiled: {error}"
+            return _as_packaged(brought, key.calls, why)
 
 
 def _as_packaged(brought: Packaged, calls: CallKind, *why: str) -> Made[Any]:

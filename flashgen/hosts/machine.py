@@ -14,8 +14,10 @@ from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.schedule import Binary, DeviceSize
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
+from flashgen.ir.types import ElementType
+from flashgen.kinds.kind import PassName
 from flashgen.plan.measured import Pins
-from flashgen.plan.plan import Part
+from flashgen.plan.plan import CallKind, Part
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan
@@ -23,8 +25,24 @@ from flashgen.toolchains.nvrtc import Resources
 
 
 @dataclass(frozen=True)
+class KernelKey:
+    """One pass in one element type of a variant, which has its kind of calls: options of the calls, and tiles."""
+
+    variant: Variant
+    element: ElementType
+    name: PassName
+    calls: CallKind
+    pins: Pins
+
+    @property
+    def part(self) -> Part:
+        """What is compiled: a source, for these calls."""
+        return Part(self.element, self.name, self.calls)
+
+
+@dataclass(frozen=True)
 class Made(Generic[Binary]):
-    """What a part became: its plan, its text, and what holds the kernels of these names.
+    """What a key became: its plan, its text, and what holds the kernels of these names.
 
     ``resources`` are what the assembler said of them. ``why`` is said instead of the reasons of the tiles that were
     asked for, where others run.
@@ -58,8 +76,8 @@ class Machine(Protocol):
     def shape_of(self, shape: Shape | None) -> Shape | None:
         """The shape whose tiles a call of this shape takes; None: those that are taken where no shape is given."""
 
-    def make(self, variant: Variant, pins: Pins, part: Part) -> Made[Any]:
-        """Plan, emit and compile a source, for its calls. Raises ``NvrtcMissing``, ``CompileFailed``."""
+    def make(self, key: KernelKey) -> Made[Any]:
+        """Plan, emit and compile. Raises ``NvrtcMissing``, ``CompileFailed``."""
 
     def kernel(self, layout: ArgumentLayout, head_dim: HeadDim, find: Find) -> GpuKernel[Any]:
         """What starts what ``find`` gives."""

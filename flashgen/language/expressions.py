@@ -31,12 +31,10 @@ _MAX_LEVELS = 160
 class Names(Protocol):
     """The attention block that an expression stands in, and the names that it declares."""
 
-    @property
-    def scope(self) -> Scope: ...
-    @property
-    def report(self) -> Report: ...
-    @property
-    def budget(self) -> Budget: ...
+    scope: Scope
+    report: Report
+    budget: Budget
+
     @property
     def declarations(self) -> Mapping[str, object]: ...
     def constant_names(self) -> tuple[str, ...]: ...

@@ -10,5 +10,5 @@ DRAWINGS: dict[str, Callable[[Any], str]] = {}
 
 
 def drawn(what: str, thing: object) -> str:
-    """The picture of a thing, as HTML."""
+    """The picture of a thing, as HTML or as letters."""
     return DRAWINGS[what](thing)

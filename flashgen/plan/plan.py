@@ -84,12 +84,6 @@ class Part:
     pass_name: PassName | None = None
     calls: CallKind = ANY_CALLS
 
-    @property
-    def words(self) -> str:
-        """``forward, bf16``; empty where nothing is left out."""
-        said = (self.pass_name or "", str(self.element or ""), self.calls.words)
-        return ", ".join(each for each in said if each)
-
 
 WHOLE = Part()
 

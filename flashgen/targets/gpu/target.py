@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -21,6 +22,7 @@ from flashgen.targets.gpu.plan import plan_gpu
 from flashgen.targets.gpu.recipe import decide
 from flashgen.targets.gpu.recipes import Recipes
 from flashgen.targets.gpu.tiles import GpuPlan
+from flashgen.toolchains.cpp import CompilerMissing
 
 
 @dataclass(frozen=True)
@@ -76,5 +78,6 @@ class GpuTarget(Architecture):
 
     def prepare(self, sources: Sequence[KernelSource], calls: CallKind | None) -> None:
         """Binaries that go into a package; for the machine at hand nothing, as it need not have such a GPU."""
-        if calls is not None:
-            compile_beside(sources, calls, self.name)
+        with contextlib.suppress(CompilerMissing):
+            if calls is not None:
+                compile_beside(sources, calls, self.name)
