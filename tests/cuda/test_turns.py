@@ -114,7 +114,7 @@ def test_results_and_bytes(name: str) -> None:
 
 
 def test_float32_beside_it() -> None:
-    """A source of all element types has both kinds of kernels."""
+    """A plan of all element types has both kinds of tiles."""
     spec = flashgen.loads(f"attention turns_of_all {{ {CAUSAL} }}", backend="reference").spec
     op = load_spec(spec, "emulator", "sm_90a")
     for element, turns in ((ElementType.BF16, True), (ElementType.F32, False)):

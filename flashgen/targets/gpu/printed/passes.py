@@ -82,9 +82,9 @@ class BackwardCode:
     """The pass of dK and dV.
 
     ``persistent``: blocks that add up dQ take one key tile after another. ``shows_rows``: what the mask reads by row
-    comes with what rows carry, the ``row_words``; ``divided``: warps share the rows of dQ, and of those that share keys
-    some may weigh none. ``has_turns``: batch entries take them at a gradient; ``clears``: of one of pairs what nobody
-    visits is cleared.
+    comes with the ``row_words`` of each query; ``divided``: warps share the rows of dQ, and some of the warps that
+    share keys may weigh none. ``has_turns``: batch entries take turns at a gradient; ``clears``: elements of a gradient
+    that no pair adds to are cleared.
     """
 
     tiles: BackwardTiles
