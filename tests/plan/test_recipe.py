@@ -18,7 +18,7 @@ from flashgen.language import parse_text
 from flashgen.plan.recipe import Decision, Rule, gathered
 from flashgen.store.headers import shipped_header
 from flashgen.targets.gpu import rules as gpu_rules
-from flashgen.targets.gpu.recipe import Lists, SumsOfDq, decide
+from flashgen.targets.gpu.recipe import Lists, decide
 from flashgen.targets.gpu.score import MOST_LSE, Extremes, Product, Weighing
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan
 from flashgen.targets.wgmma import rules as wgmma_rules
@@ -91,8 +91,8 @@ def test_what_is_decided_of_well_known_masks(specs: Path) -> None:
     assert found["softcap"].extremes is Extremes.NONE
     assert found["gaussian_regression"].weighing is Weighing.LAST
     assert found["gaussian_regression"].extremes is Extremes.TOPS
-    assert found["causal"].dq is SumsOfDq.ADDED_UP
-    assert found["gaussian_regression"].dq is SumsOfDq.OWN_KERNEL
+    assert found["causal"].one_pass
+    assert not found["gaussian_regression"].one_pass
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Any, ClassVar
 
 from flashgen.analysis.levels import Level, mask_axes, observed_loads
 from flashgen.analysis.pieces import is_cut, is_irregular
 from flashgen.analysis.selection import reads_tiles
 from flashgen.analysis.variant import CapturedGradient, Variant
 from flashgen.ir.expr import Expr, Load
-from flashgen.ir.spec import AttentionSpec
 from flashgen.plan.arguments import gradient_field, stored_tensors, summed_tensors
 from flashgen.plan.recipe import FORCED, Decision
 from flashgen.targets.gpu import rules
@@ -53,13 +53,6 @@ _OF_LISTS = {
 _BY_POSITION = ("by position", rules.BY_POSITION)
 
 
-class SumsOfDq(Enum):
-    """How dQ is summed over key tiles."""
-
-    ADDED_UP = "added up by the kernel of dK and dV"
-    OWN_KERNEL = "in a kernel of its own"
-
-
 @dataclass(frozen=True)
 class Recipe:
     """How kernels for GPUs compute a ``variant``, whatever their tiles.
@@ -75,10 +68,11 @@ class Recipe:
     rescaled once a row's maximum has grown by more than ``lag``, in base 2. Exponents count from ``headroom`` below the
     maximum, so that weights reach 2^(lag + headroom).
 
-    **Gradients.** ``row_state``: rows carry lse and delta. Kernels of keys, of queries and of rows sum up gradients of
-    captured values; ``captured`` are the fields of ``struct Arguments`` for these, by their numbers. ``runs``: of these
-    gradients a table says over which distances pairs add to one element. ``stored``: pairs store dS of these, each in
-    an element of its own. ``in_turn``: batch entries may add to this one in turn, tile by tile; the last one stores it.
+    **Gradients.** ``one_pass``: one kernel computes dK, dV and, where results need not repeat, dQ. ``row_state``: rows
+    carry lse and delta. Kernels of keys, of queries and of rows sum up gradients of captured values; ``captured`` are
+    the fields of ``struct Arguments`` for these, by their numbers. ``runs``: of these gradients a table says over which
+    distances pairs add to one element. ``stored``: pairs store dS of these, each in an element of its own. ``in_turn``:
+    batch entries may add to this one in turn, tile by tile; the last one stores it.
     """
 
     variant: Variant
@@ -97,7 +91,7 @@ class Recipe:
     prefetch: Load | None
     lag: int
     headroom: int
-    dq: SumsOfDq
+    one_pass: bool
     row_state: bool
     key_gradients: tuple[CapturedGradient, ...]
     query_gradients: tuple[CapturedGradient, ...]
@@ -106,26 +100,12 @@ class Recipe:
     runs: tuple[CapturedGradient, ...]
     stored: tuple[CapturedGradient, ...]
     in_turn: CapturedGradient | None
-
-    @property
-    def one_pass(self) -> bool:
-        """Whether one kernel computes dK, dV and, where results need not repeat, dQ."""
-        return self.dq is SumsOfDq.ADDED_UP
-
-    @property
-    def cache_of_groups(self) -> int:
-        """Bytes: what blocks of a group of heads read."""
-        return rules.LONG_TILES.limit
+    cache_of_groups: ClassVar[int] = rules.LONG_TILES.limit  # bytes that blocks of a group of heads read
 
     @property
     def has_lists(self) -> bool:
         """Whether there may be lists of visits."""
         return self.lists is not Lists.NONE
-
-    @property
-    def keeps_lists(self) -> bool:
-        """Whether they may be used again by a later call."""
-        return self.lists is Lists.KEPT
 
     @property
     def decisions(self) -> Iterator[Decision]:
@@ -161,20 +141,17 @@ class Recipe:
         if variant.kind.forward_only:
             return
         if self.one_pass:
-            yield Decision.by("dQ", self.dq.value, rules.DQ_ADDED_UP)
+            yield Decision.by("dQ", "added up by the kernel of dK and dV", rules.DQ_ADDED_UP)
         else:
             why = (
                 "scores use |q - k|²" if variant.uses_sqdist else "a captured gradient is summed over the keys of a row"
             )
-            yield Decision("dQ", self.dq.value, why, FORCED)
+            yield Decision("dQ", "in a kernel of its own", why, FORCED)
 
-    def with_spec(self, spec: AttentionSpec) -> Recipe:
-        """The same of a spec that differs in schedule and element types, which nothing here depends on."""
-        return replace(self, variant=replace(self.variant, spec=spec))
-
-    def with_keep(self, keep: Expr) -> Recipe:
-        """The same kernels, for predictions of a call that keeps these pairs."""
-        return replace(self, variant=replace(self.variant, keep=keep), computed=replace(self.computed, keep=keep))
+    def of(self, **changes: Any) -> Recipe:
+        """The same kernels where a spec's schedule and types are others, or for predictions of other kept pairs."""
+        variant, computed = replace(self.variant, **changes), replace(self.computed, **changes)
+        return replace(self, variant=variant, computed=computed)
 
 
 def decide(variant: Variant) -> Recipe:
@@ -187,10 +164,10 @@ def decide(variant: Variant) -> Recipe:
     queries = tuple(each for each in of_pairs if each.level is Level.ROW)
     lists = _lists(variant, observed=bool(rows or columns))
     longest_first = lists is not Lists.NONE and mask_axes(variant.keep) in _ORDERED
-    dq = SumsOfDq.OWN_KERNEL if queries or variant.uses_sqdist else SumsOfDq.ADDED_UP
+    one_pass = not queries and not variant.uses_sqdist
     score, weighing = score_of(computed), weighing_of(computed, keys)
     headroom = rules.HEADROOM_OF_8_BITS if kind.f8 else rules.HEADROOM_BESIDE_8_BITS if kind.f8_cached else 0
-    stored, in_turn = _stored(variant, keys) if weighing.first and dq is SumsOfDq.ADDED_UP else ((), None)
+    stored, in_turn = _stored(variant, keys) if weighing.first and one_pass else ((), None)
     return Recipe(
         variant=variant,
         computed=computed,
@@ -208,7 +185,7 @@ def decide(variant: Variant) -> Recipe:
         prefetch=prefetched(computed),
         lag=(rules.LAG_OF_8_BITS if kind.f8 else rules.LAG).limit,
         headroom=headroom if form.exponential else 0,
-        dq=dq,
+        one_pass=one_pass,
         row_state=variant.has_row_state,
         key_gradients=keys,
         query_gradients=queries,

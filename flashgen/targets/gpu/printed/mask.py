@@ -33,8 +33,8 @@ from flashgen.targets.gpu.model import (
     notes,
     visit_list,
 )
-from flashgen.targets.gpu.printed.runs import LineCode, keys_of_row, queries_of_column
-from flashgen.targets.gpu.recipe import Recipe
+from flashgen.targets.gpu.printed.runs import RunCode, runs_of_line
+from flashgen.targets.gpu.recipe import Lists, Recipe
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Pieces:
 
 
 @dataclass(frozen=True)
-class Lists:
+class ListCode:
     """Lists of visits: what of a call's heads has lists of its own, and whether the host keeps them.
 
     Where blocks take the ``longest_first``, ``mask_of_head`` is code for the number of lists of masks before that of a
@@ -111,13 +111,13 @@ class MaskCode:
     """
 
     keep_range: RangeCode
-    keys_of_row: LineCode | None
-    queries_of_column: LineCode | None
+    keys_of_row: tuple[RunCode, ...] | None
+    queries_of_column: tuple[RunCode, ...] | None
     selected: Selected | None
     listed: Listed | None
     by_head: bool
     pieces: Pieces | None
-    lists: Lists | None
+    lists: ListCode | None
     rows: tuple[Observed, ...]
     columns: tuple[Observed, ...]
     diagonals: Masks | None
@@ -142,8 +142,8 @@ def mask_code(recipe: Recipe, placement: Placement, *, lines: bool) -> MaskCode:
     observed = tuple(observed_load(load, placement) for load in loads)
     return MaskCode(
         keep_range=range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed}),
-        keys_of_row=keys_of_row(variant.keep_of_pairs, placement) if lines else None,
-        queries_of_column=queries_of_column(variant.keep_of_pairs, placement) if lines else None,
+        keys_of_row=runs_of_line(variant.keep_of_pairs, COLUMN, placement) if lines else None,
+        queries_of_column=runs_of_line(variant.keep_of_pairs, ROW, placement) if lines else None,
         selected=_selected(variant, placement),
         listed=_listed(variant, placement),
         by_head="h" in mask_axes(variant.keep),
@@ -158,7 +158,7 @@ def mask_code(recipe: Recipe, placement: Placement, *, lines: bool) -> MaskCode:
     )
 
 
-def _lists(recipe: Recipe) -> Lists | None:
+def _lists(recipe: Recipe) -> ListCode | None:
     if not recipe.has_lists:
         return None
     axes = mask_axes(recipe.variant.keep)
@@ -166,7 +166,7 @@ def _lists(recipe: Recipe) -> Lists | None:
     if "hkv" in axes:
         sharers = ("unsigned(a.heads) / unsigned(a.kv_heads)", "1u")
     mask_of_head = "head / sharers * tiles + " if "b" in axes else ""
-    return Lists(masks_apart(axes), recipe.keeps_lists, recipe.longest_first, mask_of_head, *sharers)
+    return ListCode(masks_apart(axes), recipe.lists is Lists.KEPT, recipe.longest_first, mask_of_head, *sharers)
 
 
 def _selected(variant: Variant, placement: Placement) -> Selected | None:

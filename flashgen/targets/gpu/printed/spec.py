@@ -194,13 +194,13 @@ def _place_score(recipe: Recipe, places: Places) -> None:
     """That of a softmax: without what all keys of a query share, which is a function of the row."""
     variant, placement = recipe.computed, places.placement
     norms = recipe.score.norms if isinstance(recipe.score, Distance) else None
-    split = split_score(variant.score if norms is None else norms.pairs)
-    rows = [] if split.rows is None else [placement.row_code(split.rows)]
+    pairs, of_row = split_score(variant.score if norms is None else norms.pairs)
+    rows = [] if of_row is None else [placement.row_code(of_row)]
     if norms is not None:
         rows.append(placement.row_code(norms.rows))
     less = ", less what is the same for all keys of a query" if rows else ""
     declared = None if norms is None else ", float dot"
-    places.hook("score", split.pairs, declared, f"The score: {text(variant.score)}{less}")
+    places.hook("score", pairs, declared, f"The score: {text(variant.score)}{less}")
     if rows:
         # Rounded, as what it is taken from and given back to is the same in all passes.
         code = rows[0] if norms is None else f"fg::settled({' + '.join(rows)})"
