@@ -12,19 +12,19 @@ from flashgen.emit.context import tidy
 from flashgen.emit.environment import environment
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.kinds.kind import PassName
+from flashgen.plan import by_blocks, launches
 from flashgen.store.headers import headers_of
+from flashgen.targets.gpu import diagonals, model
 from flashgen.targets.gpu.printed.gradients import gradient_code
 from flashgen.targets.gpu.printed.mask import mask_code
 from flashgen.targets.gpu.printed.operands import operand_code
-from flashgen.targets.gpu.printed.passes import (
-    backward_code,
-    forward_code,
-    has_warpgroups,
-    query_code,
-)
+from flashgen.targets.gpu.printed.passes import backward_code, forward_code, has_warpgroups, query_code
 from flashgen.targets.gpu.printed.source import source_code
 from flashgen.targets.gpu.printed.spec import Places, place_formulas, spec_code
 from flashgen.targets.gpu.tiles import GpuPlan
+
+# Whose constants templates share with the planner.
+_MODULES = {"by_blocks": by_blocks, "diagonals": diagonals, "launches": launches, "model": model}
 
 
 def emit_cuda(plan: GpuPlan, name: PassName | None = None) -> KernelSource:
@@ -53,6 +53,7 @@ def _context(plan: GpuPlan, passes: Collection[PassName]) -> dict[str, object]:
     forward, backward, queries = forward_code(plan), backward_code(plan), query_code(plan)
     plans = (*((forward,) if "forward" in passes else ()), *((backward, queries) if "backward" in passes else ()))
     return {
+        **_MODULES,
         "source": source_code(plan, passes, plans, lines=mask.asks_lines),
         "plan": plan,
         "recipe": recipe,

@@ -11,7 +11,7 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.by_blocks import MOST_BLOCKS
 from flashgen.targets.gpu.layout import Words
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.rules import LAST_BLOCK_MERGES
+from flashgen.targets.gpu.rules import LAST_BLOCK_MERGES, LONG_TILES
 from flashgen.targets.gpu.score import Extremes
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice
 
@@ -75,6 +75,7 @@ WORDS_OF_TILE = 6  # what a block knows of a key tile that warps which copy have
 FEW_QUERIES = 4  # of a tile over a cache, whose selected keys are asked for one by one
 MERGED_WEIGHTS = 2048  # of parts, by rows, that those who merge have at a time
 MOST_MERGED_ALONE = LAST_BLOCK_MERGES.limit  # bytes that parts leave of a tile, for its last block to merge them
+CACHE_OF_GROUPS = LONG_TILES.limit  # bytes that blocks of a group of heads read
 MERGING_WARPS = 4  # by blocks of keys: of a block of threads that merges, 16 rows each
 LISTERS = 256  # threads of a block that turns lists
 LIST_STARTS_BYTES = 4 * (MOST_BLOCKS + 2 * LISTERS // 32)  # where each block of keys begins, sums of warps

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, ClassVar
+from typing import Any
 
 from flashgen.analysis.levels import Level, mask_axes, observed_loads
 from flashgen.analysis.pieces import is_cut, is_irregular
@@ -38,19 +38,11 @@ _ORDERED = tuple(map(frozenset, ((), ("b",), ("b", "hkv"))))
 
 
 class Lists(Enum):
-    """Where it is written which tiles a tile visits."""
+    """Where it is written which tiles a tile visits, and why."""
 
-    NONE = "each block finds them"
-    OF_A_CALL = "lists that the call makes"
-    KEPT = "lists that the host keeps"
-
-
-_OF_LISTS = {
-    Lists.NONE: rules.EACH_FINDS,
-    Lists.OF_A_CALL: rules.LISTS_OF_A_CALL,
-    Lists.KEPT: rules.KEPT_LISTS,
-}
-_BY_POSITION = ("by position", rules.BY_POSITION)
+    NONE = ("each block finds them", rules.EACH_FINDS)
+    OF_A_CALL = ("lists that the call makes", rules.LISTS_OF_A_CALL)
+    KEPT = ("lists that the host keeps", rules.KEPT_LISTS)
 
 
 @dataclass(frozen=True)
@@ -100,7 +92,6 @@ class Recipe:
     runs: tuple[CapturedGradient, ...]
     stored: tuple[CapturedGradient, ...]
     in_turn: CapturedGradient | None
-    cache_of_groups: ClassVar[int] = rules.LONG_TILES.limit  # bytes that blocks of a group of heads read
 
     @property
     def has_lists(self) -> bool:
@@ -114,7 +105,7 @@ class Recipe:
         if variant.keep_everything:
             yield Decision("tiles to visit", "all", "nothing is masked", FORCED)
         else:
-            yield Decision.by("tiles to visit", self.lists.value, _OF_LISTS[self.lists])
+            yield Decision.by("tiles to visit", *self.lists.value)
             classes = ("cut in pieces", rules.PIECES) if self.cuts else ("by ranges alone", rules.RANGES_ALONE)
             yield Decision.by("open tiles", *classes)
         if variant.kind.cached:
@@ -124,7 +115,8 @@ class Recipe:
             yield Decision.by("rows of a tile", "the heads of queries whose lists name its keys", rules.BY_BLOCKS)
             yield Decision.by("rows that visit a block", f"of {rules.NEAR_QUERIES.limit} queries", rules.NEAR_QUERIES)
         else:
-            order = ("a tile's batch entries", rules.BATCH_INSIDE) if self.batch_inside else _BY_POSITION
+            by_position = ("by position", rules.BY_POSITION)
+            order = ("a tile's batch entries", rules.BATCH_INSIDE) if self.batch_inside else by_position
             order = ("longest lists first", rules.LONGEST_FIRST) if self.longest_first else order
             yield Decision.by("which tile comes next", *order)
             by_distance = (

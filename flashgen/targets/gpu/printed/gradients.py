@@ -19,8 +19,6 @@ from flashgen.ir.expr import Expr, Load, index_set
 from flashgen.ir.spec import CapturedTensor
 from flashgen.ir.text import text
 from flashgen.plan.arguments import dimension_field, gradient_field, stored_field, stored_tensors, summed_tensors
-from flashgen.targets.gpu.diagonals import RUN
-from flashgen.targets.gpu.model import BINS
 from flashgen.targets.gpu.primitives import C_TYPES
 from flashgen.targets.gpu.printed.spec import Places
 from flashgen.targets.gpu.recipe import Recipe
@@ -58,15 +56,13 @@ class Gradient:
 @dataclass(frozen=True)
 class GradientCode:
     """By the kernel that sums them up: ``keys``, of which ``pairs`` have elements of their own a pair, ``queries``,
-    and ``sinks``, which arrive through sinks. A warp keeps ``bins`` sums by distance. A run of distances has ``run``.
+    and ``sinks``, which arrive through sinks.
     """
 
     keys: tuple[Gradient, ...]
     pairs: tuple[Gradient, ...]
     queries: tuple[Gradient, ...]
     sinks: tuple[Gradient, ...]
-    bins: int = BINS
-    run: int = RUN
 
     @property
     def by_runs(self) -> tuple[Gradient, ...]:

@@ -18,31 +18,19 @@ from flashgen.emit.ranges import RangeCode, range_code
 from flashgen.ir.expr import Expr
 from flashgen.kinds.operand import stride_of
 from flashgen.plan.arguments import dimension_field, stride_field, tensor_field
-from flashgen.plan.by_blocks import BROUGHT, COUNTED, ITEM, MOST_BLOCKS, MOST_NUMBERS, QUERIES
-from flashgen.targets.gpu.diagonals import BEYOND, diagonal_indices
+from flashgen.targets.gpu.diagonals import diagonal_indices
 from flashgen.targets.gpu.layout import joined
 from flashgen.targets.gpu.model import (
-    FEW_QUERIES,
-    MERGING_WARPS,
     OPENED_TILE,
     PLACE_OF_QUERIES,
     PRODUCER_TILES_OF_QUERIES,
     TILES_OF_KEYS,
     TILES_OF_QUERIES,
-    WINDOW,
     notes,
     visit_list,
 )
 from flashgen.targets.gpu.printed.runs import RunCode, runs_of_line
 from flashgen.targets.gpu.recipe import Lists, Recipe
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """The sizes of the blocks at which a tile is cut, as template arguments, by rows and by columns."""
-
-    rows: str
-    columns: str
 
 
 @dataclass(frozen=True)
@@ -64,13 +52,10 @@ class ListCode:
 
 @dataclass(frozen=True)
 class Selected:
-    """The condition that asks whether a key is selected, in ``block`` keys together, over caches; of up to
-    ``few_queries`` each is asked for.
-    """
+    """The condition that asks whether a key is selected, in ``block`` keys together, over caches."""
 
     range: RangeCode
     block: int
-    few_queries: int = FEW_QUERIES
 
 
 @dataclass(frozen=True)
@@ -78,10 +63,7 @@ class Listed:
     """By blocks of keys: of a query's list where its first number lies in the field ``tensor``, how far apart the
     others do, and the field that says how many there are, each of a ``block`` of keys.
 
-    ``heads_apart`` and ``rows_apart`` are the fields that say how far those of Q are. Lists of so many ``queries`` are
-    turned together, for blocks of threads that take as many units of rows as an ``item`` has; ``most_blocks`` of keys
-    have counters, lists ``most_numbers``; blocks of threads count queries and bring them to their places, so many at a
-    time, and so many warps merge parts.
+    ``heads_apart`` and ``rows_apart`` are the fields that say how far those of Q are.
     """
 
     tensor: str
@@ -91,22 +73,15 @@ class Listed:
     heads_apart: str
     rows_apart: str
     block: int
-    queries: int = QUERIES
-    item: int = ITEM
-    most_blocks: int = MOST_BLOCKS
-    most_numbers: int = MOST_NUMBERS
-    counted: int = COUNTED
-    brought: int = BROUGHT
-    merging_warps: int = MERGING_WARPS
 
 
 @dataclass(frozen=True)
 class MaskCode:
     """Which tiles and pairs are kept.
 
-    ``diagonals``: whose numbers of diagonals a kernel reads, where there are some, with so many ``beyond`` either end.
-    ``by_head``: heads that share keys have masks of their own. A list of visits stands for one ``window`` of tiles;
-    blocks keep ``words_of_notes`` beside it, in the structs ``notes``. ``keys_of_row``, ``queries_of_column``: what a
+    ``diagonals``: whose numbers of diagonals a kernel reads, where there are some. ``by_head``: heads that share keys
+    have masks of their own. Tiles are cut in ``pieces`` at blocks of these sizes, by rows and by columns. Beside a list
+    of visits blocks keep ``words_of_notes``, in the structs ``notes``. ``keys_of_row``, ``queries_of_column``: what a
     line keeps, where it is known without a look at each pair.
     """
 
@@ -116,7 +91,7 @@ class MaskCode:
     selected: Selected | None
     listed: Listed | None
     by_head: bool
-    pieces: Pieces | None
+    pieces: str | None
     lists: ListCode | None
     rows: tuple[Observed, ...]
     columns: tuple[Observed, ...]
@@ -124,8 +99,6 @@ class MaskCode:
     words_of_notes: int
     bytes_of_list: int
     notes: str
-    beyond: int = BEYOND
-    window: int = WINDOW
 
     @property
     def asks_lines(self) -> bool:
@@ -192,9 +165,9 @@ def _listed(variant: Variant, placement: Placement) -> Listed | None:
     )
 
 
-def _pieces(keep: Expr) -> Pieces:
-    rows, columns = (", ".join(str(size) for size in block_sizes(keep, axis)) for axis in (ROW, COLUMN))
-    return Pieces(rows, columns)
+def _pieces(keep: Expr) -> str:
+    sizes = (", ".join(str(size) for size in block_sizes(keep, axis)) for axis in (ROW, COLUMN))
+    return ", ".join(f"fg::Blocks<{each}>()" for each in sizes)
 
 
 def _notes(variant: Variant) -> str:

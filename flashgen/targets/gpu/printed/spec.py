@@ -6,6 +6,8 @@ Formulas are placed first, captured gradients and loads of the mask by their own
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashgen.analysis.base_2 import LOG2_E
@@ -94,19 +96,20 @@ class NormCode:
 
 @dataclass(frozen=True)
 class ExponentCode:
-    """What exponents are made by: of scores, or of products where scores are these but for a factor, ``slope``.
+    """What exponents are made by: of scores, or of products where scores are these but for a factor.
 
-    An exponent in base 2 is ``factor`` times these, that of a maximum ``of_top``, in base e ``natural_of_top``. Where a
-    launch has the slope maxima are of products times ``direction``, 1 or -1. ``hidden`` stands for the product of a
-    pair that is not kept. ``of_dot``: the factor before that of numbers of 8 bits; ``lag``: in units of these.
+    An exponent in base 2 is ``factor`` times these, that of a maximum ``of_top``, in base e ``natural_of_top``.
+    ``hidden`` stands for the product of a pair that is not kept. Where a launch has the factor, ``slope``, maxima are
+    of products times ``direction``, 1 or -1. Where it is a constant ``of_dot`` is that in base 2, without the factor of
+    numbers of 8 bits, and ``lag`` the recipe's in units of these.
     """
 
     factor: str
     of_top: str
     natural_of_top: str
-    slope: str
-    direction: str | None = None
     hidden: str = "-INFINITY"
+    direction: str = ""
+    slope: str = ""
     of_dot: str = ""
     lag: str = ""
 
@@ -118,8 +121,8 @@ class SpecCode:
     ``product``, ``bounded`` and ``norms``: the form of the score, see ``targets/gpu/score.py``; ``in_bounds``: of the
     launches whose scores are; ``bounds_rows``: no lse of these is extreme, and kernels of both ways are there.
     ``maxima_by_sums`` and ``small_tanh``, the bound of arguments, are of these forms. ``dot_factor``: what becomes of
-    gradients of products. ``by_score``: a format: what comes through the score, from one of its derivatives;
-    ``by_tangent`` and ``by_weight_tangent`` the same of its tangent and of the weight's. ``scaled_weights`` have to be
+    gradients of products. ``by_score`` gives formats: what comes through the score, from one of its
+    derivatives. ``scaled_weights`` have to be
     brought into the range of the elements. ``tangent``: forward mode, beside o and lse, or its backward pass;
     ``weight_tangent``: captured values change weights beside what scores change.
     """
@@ -147,9 +150,7 @@ class SpecCode:
     norms: NormCode | None
     exponent: ExponentCode
     dot_factor: str | None
-    by_score: str
-    by_tangent: str
-    by_weight_tangent: str
+    by_score: Callable[..., str]
     prefetch: Prefetch | None
 
     def run(self, block: str, others: str, arguments: str, by_bounds: object) -> str:
@@ -248,9 +249,7 @@ def spec_code(recipe: Recipe, places: Places) -> SpecCode:
         norms=norms,
         exponent=exponent,
         dot_factor=factor,
-        by_score=by_score(variant),
-        by_tangent=by_score(variant, "d_t_score"),
-        by_weight_tangent=by_score(variant, "d_t_weight"),
+        by_score=functools.partial(by_score, variant),
         prefetch=None if recipe.prefetch is None else _prefetch(variant, recipe.prefetch, placement),
     )
 
@@ -258,23 +257,16 @@ def spec_code(recipe: Recipe, places: Places) -> SpecCode:
 def _exponent_code(recipe: Recipe, placement: Placement) -> ExponentCode:
     score = recipe.score
     factor = score.factor if isinstance(score, Product) else literal(1.0)
-    if not isinstance(factor, Literal):  # never 0
-        unit = apply("mul", literal(LOG2_E), never_zero(factor))
-        code = placement.value("exponent_of_dot", unit, Level.LAUNCH)
-        return ExponentCode(
-            factor=code,
-            of_top=f"fg::abs({code})",
-            natural_of_top=f"fg::abs({code} * fg::LN_2)",
-            slope=f"{code} * fg::LN_2",
-            direction=f"fg::copy_sign(1.0f, {code})",
-            hidden=f"fg::copy_sign(INFINITY, -{code})",
-        )
-    of_dot, natural = LOG2_E * factor.value, c_literal(factor.value)
-    code, natural_of_top = c_literal(of_dot), natural
-    if recipe.variant.kind.f8 and isinstance(score, Product):
-        code, natural_of_top = "exponent_unit", "exponent_unit * fg::LN_2"
-    lag = c_literal(recipe.lag / of_dot)
-    return ExponentCode(code, code, natural_of_top, natural, of_dot=c_literal(of_dot), lag=lag)
+    if isinstance(factor, Literal):
+        of_dot = LOG2_E * factor.value
+        code, natural = c_literal(of_dot), c_literal(factor.value)
+        if recipe.variant.kind.f8 and isinstance(score, Product):
+            code, natural = "exponent_unit", "exponent_unit * fg::LN_2"
+        return ExponentCode(code, code, natural, of_dot=c_literal(of_dot), lag=c_literal(recipe.lag / of_dot))
+    unit = apply("mul", literal(LOG2_E), never_zero(factor))
+    code = placement.value("exponent_of_dot", unit, Level.LAUNCH)
+    slope, direction, hidden = f"{code} * fg::LN_2", f"fg::copy_sign(1.0f, {code})", f"fg::copy_sign(INFINITY, -{code})"
+    return ExponentCode(code, f"fg::abs({code})", f"fg::abs({slope})", hidden, direction, slope)
 
 
 def _norm_code(score: Distance, placement: Placement) -> NormCode:
