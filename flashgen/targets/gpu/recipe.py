@@ -56,9 +56,9 @@ class Recipe:
     ``in_groups``: without lists, blocks with warps that copy take the longest tiles of several heads before shorter
     ones. ``batch_inside``: such blocks take a tile of all batch entries before the next tile of a head.
 
-    **Scores.** ``prefetch`` is a load of each pair, as of a bias; warpgroups start it before products are there. O is
-    rescaled once a row's maximum has grown by more than ``lag``, in base 2. Exponents count from ``headroom`` below the
-    maximum, so that weights reach 2^(lag + headroom).
+    **Scores.** Of ``score``, ``weighing`` and ``extremes`` see ``score.py``. ``prefetch`` is a load of each pair, as of
+    a bias; warpgroups start it before products are there. O is rescaled once a row's maximum has grown by more than
+    ``lag``, in base 2. Exponents count from ``headroom`` below the maximum: weights reach 2^(lag + headroom).
 
     **Gradients.** ``one_pass``: one kernel computes dK, dV and, where results need not repeat, dQ. ``row_state``: rows
     carry lse and delta. Kernels of keys, of queries and of rows sum up gradients of captured values; ``captured`` are
@@ -119,10 +119,8 @@ class Recipe:
             order = ("a tile's batch entries", rules.BATCH_INSIDE) if self.batch_inside else by_position
             order = ("longest lists first", rules.LONGEST_FIRST) if self.longest_first else order
             yield Decision.by("which tile comes next", *order)
-            by_distance = (
-                ("read from a table", rules.DIAGONALS) if self.numbers else ("for each pair", rules.PAIR_BY_PAIR)
-            )
-            yield Decision.by("numbers by distance", *by_distance)
+            read = ("read from a table", rules.DIAGONALS)
+            yield Decision.by("numbers by distance", *(read if self.numbers else ("for each pair", rules.PAIR_BY_PAIR)))
         if variant.weights.form.exponential:
             lag = rules.LAG_OF_8_BITS if variant.kind.f8 else rules.LAG
             yield Decision.by("rescaling", f"beyond 2^{self.lag}", lag)
@@ -135,9 +133,8 @@ class Recipe:
         if self.one_pass:
             yield Decision.by("dQ", "added up by the kernel of dK and dV", rules.DQ_ADDED_UP)
         else:
-            why = (
-                "scores use |q - k|²" if variant.uses_sqdist else "a captured gradient is summed over the keys of a row"
-            )
+            of_rows = "a captured gradient is summed over the keys of a row"
+            why = "scores use |q - k|²" if variant.uses_sqdist else of_rows
             yield Decision("dQ", "in a kernel of its own", why, FORCED)
 
     def of(self, **changes: Any) -> Recipe:

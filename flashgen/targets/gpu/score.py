@@ -99,14 +99,11 @@ class General(Score):
 
 
 class Weighing(Enum):
-    """When P is formed of S: before the products that follow are there, if nothing after P needs dot products.
+    """When the backward pass makes P of S, before or after dP is there; forward mode, the tangents of S."""
 
-    Those products are dP, in forward mode the tangents of S.
-    """
-
-    LAST = "S beside dP"
-    FIRST = "P, then dP"
-    WITH_SLOPE = "P and P times the derivative of the score, then dP"  # dS is all that needs the derivative
+    LAST = "S beside dP"  # what follows P needs dot products, or draws dropout
+    FIRST = "P, then dP"  # nothing that follows does: P takes the place of S
+    WITH_SLOPE = "P and its slope, then dP"  # dS alone does: P times the score's derivative takes the place of S
 
     @property
     def first(self) -> bool:
@@ -115,20 +112,20 @@ class Weighing(Enum):
 
     @property
     def with_slope(self) -> bool:
-        """Whether dS takes the derivative of the score from there."""
+        """Whether P times the derivative of the score does."""
         return self is Weighing.WITH_SLOPE
 
 
 class Extremes(Enum):
-    """How a row of the backward pass knows that its scores are extreme: exponents count from its maximum then."""
+    """How a row of the backward pass knows that its scores are extreme: its exponents then count from its maximum."""
 
-    NONE = "no row's scores are"
-    MARKS = "two bytes say so"
+    NONE = "no scores are"  # the formula bounds |lse|, or weights are no softmax
+    MARKS = "two bytes say so"  # of products
     TOPS = "a word has the maximum, or 0"
 
 
 def score_of(computed: Variant) -> Score:
-    """The form of a score. Over a cache a tile waits for memory, and has few rows: nothing is made of its formula."""
+    """The form of a score. Over a cache a tile waits for memory, and has few rows: there a formula stays as it is."""
     if not computed.weights.form.exponential:
         return General(None)  # such weights see the score itself
     factor, kind = linear_factor(computed), computed.kind
