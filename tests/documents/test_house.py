@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import ROOT
 
 BUDGET = {
-    "lines of the package": 58_210,
+    "lines of the package": 58_208,
     "lines of templates": 24_283,
     "Jinja statements": 1_834,
     "lines of generated packages": 12_969,

@@ -100,7 +100,7 @@ class ExponentCode:
 
     An exponent in base 2 is ``factor`` times these, that of a maximum ``of_top``, in base e ``natural_of_top``.
     ``hidden`` stands for the product of a pair that is not kept. Where a launch has the factor, ``slope``, maxima are
-    of products times ``direction``, 1 or -1. Where it is a constant ``of_dot`` is that in base 2, without the factor of
+    of products times its ``sign``, 1 or -1. Where it is a constant ``of_dot`` is that in base 2, without the factor of
     numbers of 8 bits, and ``lag`` the recipe's in units of these.
     """
 
@@ -108,7 +108,7 @@ class ExponentCode:
     of_top: str
     natural_of_top: str
     hidden: str = "-INFINITY"
-    direction: str = ""
+    sign: str = ""
     slope: str = ""
     of_dot: str = ""
     lag: str = ""
@@ -118,13 +118,13 @@ class ExponentCode:
 class SpecCode:
     """What a spec computes.
 
-    ``product``, ``bounded`` and ``norms``: the form of the score, see ``targets/gpu/score.py``; ``in_bounds``: of the
-    launches whose scores are; ``bounds_rows``: no lse of these is extreme, and kernels of both ways are there.
-    ``maxima_by_sums`` and ``small_tanh``, the bound of arguments, are of these forms. ``dot_factor``: what becomes of
-    gradients of products. ``by_score`` gives formats: what comes through the score, from one of its
-    derivatives. ``scaled_weights`` have to be
-    brought into the range of the elements. ``tangent``: forward mode, beside o and lse, or its backward pass;
-    ``weight_tangent``: captured values change weights beside what scores change.
+    Its score is a ``product``, ``bounded``, without |q|² by ``norms``, or general; see ``score.py``, also of
+    ``maxima_by_sums``. ``in_bounds``: which launches bound it, None: all; ``bounds_rows``: then no lse is extreme, and
+    there are kernels for both. ``small_tanh``: up to which argument its tanh is a polynomial. ``dot_factor``: what
+    becomes of sums of gradients of products. ``by_score`` gives a format: what arrives through the score, from one of
+    its derivatives. ``scaled_weights`` have to be brought into the range of the elements. ``tangent``: forward mode,
+    beside o and lse, or its backward pass; ``weight_tangent``: captured values change weights beside what scores
+    change.
     """
 
     formula: str
@@ -222,7 +222,7 @@ def spec_code(recipe: Recipe, places: Places) -> SpecCode:
     in_bounds = None if condition is None else placement.value("is_bounded", condition, Level.LAUNCH)
     # Of wide heads a kernel with both ways spills: 676 bytes at D 256.
     narrow = variant.head_dim.qk + variant.head_dim.v <= 256
-    factor = f"*= fg::factor_of_scores({exponent.factor})" if exponent.direction else _dot_factor(variant, placement)
+    factor = f"*= fg::factor_of_scores({exponent.factor})" if exponent.sign else _dot_factor(variant, placement)
     hooks, of_rows = placement.hooks(), {each.name: each.code for each in places.row_functions}
     assert len(hooks.members[Level.DIAGONAL.value]) <= len(recipe.numbers), "the workspace has no room for all"
     return SpecCode(
@@ -265,8 +265,8 @@ def _exponent_code(recipe: Recipe, placement: Placement) -> ExponentCode:
         return ExponentCode(code, code, natural, of_dot=c_literal(of_dot), lag=c_literal(recipe.lag / of_dot))
     unit = apply("mul", literal(LOG2_E), never_zero(factor))
     code = placement.value("exponent_of_dot", unit, Level.LAUNCH)
-    slope, direction, hidden = f"{code} * fg::LN_2", f"fg::copy_sign(1.0f, {code})", f"fg::copy_sign(INFINITY, -{code})"
-    return ExponentCode(code, f"fg::abs({code})", f"fg::abs({slope})", hidden, direction, slope)
+    slope, sign, hidden = f"{code} * fg::LN_2", f"fg::copy_sign(1.0f, {code})", f"fg::copy_sign(INFINITY, -{code})"
+    return ExponentCode(code, f"fg::abs({code})", f"fg::abs({slope})", hidden, sign, slope)
 
 
 def _norm_code(score: Distance, placement: Placement) -> NormCode:
