@@ -50,7 +50,7 @@ def explain_gpu(name: str, machine: Machine, asked: AskedCall, passes: Mapping[P
         tiles = each.plan.own
         made = _gpu_pass(each_name, tiles.forward if each_name == "forward" else tiles.backward, each)
         if each_name == "forward" or not asked.values["deterministic"]:
-            predicted = pass_time(each.plan.recipe.with_keep(own.keep), tiles, machine.gpu, asked.shape, each_name)
+            predicted = pass_time(each.plan.recipe.of(keep=own.keep), tiles, machine.gpu, asked.shape, each_name)
             made = with_prediction(made, own, asked, predicted)
         found.append(made)
         reasons |= dict.fromkeys((*each.plan.reasons_of((each_name,)), *each.reasons))

@@ -20,6 +20,7 @@ from flashgen.plan.plan import USUAL_CALLS
 from flashgen.targets.gpu.compile import compile_calls
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.recipe import decide
+from flashgen.targets.gpu.score import Bounded
 from flashgen.targets.gpu.tiles import GpuPlan
 from tests.cuda.helpers import planned, variant_of
 from tests.cuda.nvrtc import needs_nvrtc
@@ -80,12 +81,11 @@ def test_plans_are_those_of_constants(name: str, width: int, target: str) -> Non
     ],
 )
 def test_which_params_bound_scores(body: str, most: float | None) -> None:
-    recipe = decide(variant_of(f"attention bounds {{ head_dim 64  {body} }}"))
-    assert (recipe.exponent is None) == (most is None)
-    assert (recipe.is_bounded is None) == (most is None)
-    if most is not None:
-        assert recipe.is_bounded is not None
-        assert f"<= {most}" in text(recipe.is_bounded)
+    score = decide(variant_of(f"attention bounds {{ head_dim 64  {body} }}")).score
+    assert isinstance(score, Bounded) == (most is not None)
+    if isinstance(score, Bounded):
+        assert score.condition is not None
+        assert f"<= {most}" in text(score.condition)
 
 
 _BRANCH, _PRODUCT = 0x947, 0x9F0  # of warpgroups: the lowest 12 bits of an instruction

@@ -50,7 +50,7 @@ def pinned_plan(recipe: Recipe, gpu: Gpu, element: ElementType, schedule: Schedu
     """The plan of this element type under another schedule, None where that cannot work."""
     spec = replace(recipe.variant.spec, schedule=schedule, dtypes=(element,))
     try:
-        return plan_gpu(recipe.with_spec(spec), gpu.target, gpu.target.recipes).own
+        return plan_gpu(recipe.of(spec=spec), gpu.target, gpu.target.recipes).own
     except SpecError:
         return None
 
@@ -58,7 +58,7 @@ def pinned_plan(recipe: Recipe, gpu: Gpu, element: ElementType, schedule: Schedu
 def gpu_runners_up(recipe: Recipe, tiles: ElementPlan, gpu: Gpu, shape: Shape, name: str) -> tuple[RunnerUp, ...]:
     """The best other tiles by the model, which may prefer some that come later in the planner's order."""
     chosen = pass_time(recipe, tiles, gpu, shape, name)
-    dense = recipe.with_keep(literal(True))  # a mask's tiles take time to count
+    dense = recipe.of(keep=literal(True))  # a mask's tiles take time to count
     candidates = gpu_candidates(recipe, gpu, tiles, name)
     others = sorted(candidates, key=lambda other: pass_time(dense, other, gpu, shape, name).seconds)
     found = []

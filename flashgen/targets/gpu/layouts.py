@@ -11,7 +11,6 @@ from flashgen.analysis.levels import Level
 from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.plan.by_blocks import ITEM
-from flashgen.targets.gpu.ahead import element_of
 from flashgen.targets.gpu.layout import Layout, Part
 from flashgen.targets.gpu.model import (
     BINS,
@@ -24,7 +23,6 @@ from flashgen.targets.gpu.model import (
     SIGNAL,
     WORD,
     WORDS_OF_TILE,
-    carries_marks,
     element_of_keys,
     merging_bytes,
     padded,
@@ -33,7 +31,9 @@ from flashgen.targets.gpu.model import (
     tile_bytes,
     visit_list,
 )
+from flashgen.targets.gpu.prefetch import element_of
 from flashgen.targets.gpu.recipe import Recipe
+from flashgen.targets.gpu.score import Extremes
 from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
 
 
@@ -42,8 +42,8 @@ def staged_row(recipe: Recipe, Bc: int) -> int:
 
     So the 8 rows that ldmatrix reads at once begin in different banks.
     """
-    assert recipe.ahead is not None
-    return 16 * (Bc * element_of(recipe.variant, recipe.ahead).bytes // 16 | 1)
+    assert recipe.prefetch is not None
+    return 16 * (Bc * element_of(recipe.variant, recipe.prefetch).bytes // 16 | 1)
 
 
 def layout_of(recipe: Recipe, element: ElementType, tiles: AnyChoice, *, with_dq: bool = True) -> Layout:
@@ -233,7 +233,7 @@ def backward_layout(recipe: Recipe, element: ElementType, tiles: BackwardChoice,
             "(P::pairs_staged && atomic) * (BR / 16) * StagedPairs::bytes",
         ),
         Part("ROWS", title, more * WORD * words * Br, "more_stages * 4 * RowWords::count * BR"),
-        Part("MARKS", title, more * 2 * carries_marks(variant) * Br, "more_stages * 2 * BR"),
+        Part("MARKS", title, more * 2 * (recipe.extremes is Extremes.MARKS) * Br, "more_stages * 2 * BR"),
         Part("COPIED", "next list", next_too * COPIED_LIST, "persistent * COPIED_BYTES"),
         Part(
             *("NEXT_TILES", "next tile", served * (2 * WORD * (SEQUENCE + 1) if variant.kind.ragged else next_tiles)),

@@ -12,7 +12,7 @@ from flashgen.kinds.field import Field
 from flashgen.plan.arguments import argument_fields, mask_params, mask_sizes, param_field, param_place_field
 from flashgen.plan.launches import Count, Factor, Launch, Order, VisitLists
 from flashgen.targets.gpu.model import FLOAT, VISIT_LIST, WINDOW
-from flashgen.targets.gpu.recipe import Recipe
+from flashgen.targets.gpu.recipe import Lists, Recipe
 from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan, QueryTiles
 
 CHUNK = 16  # bytes
@@ -96,7 +96,7 @@ def _lists(
     found = VisitLists(
         field=field,
         tiles=(own[1], tile),
-        kept=recipe.keeps_lists,
+        kept=recipe.lists is Lists.KEPT,
         order=order,
         pairs=Count((Factor(*own), Factor(*visited))),
         count=Count(lists),

@@ -6,12 +6,13 @@ In: a variant, an element type, a tile. Out: numbers, and the words of structs t
 from __future__ import annotations
 
 from flashgen.analysis.selection import selected
-from flashgen.analysis.variant import Variant, linear_factor
+from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.plan.by_blocks import MOST_BLOCKS
 from flashgen.targets.gpu.layout import Words
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.rules import LAST_BLOCK_MERGES
+from flashgen.targets.gpu.rules import LAST_BLOCK_MERGES, LONG_TILES
+from flashgen.targets.gpu.score import Extremes
 from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice
 
 FLOAT = WORD = 4
@@ -74,6 +75,7 @@ WORDS_OF_TILE = 6  # what a block knows of a key tile that warps which copy have
 FEW_QUERIES = 4  # of a tile over a cache, whose selected keys are asked for one by one
 MERGED_WEIGHTS = 2048  # of parts, by rows, that those who merge have at a time
 MOST_MERGED_ALONE = LAST_BLOCK_MERGES.limit  # bytes that parts leave of a tile, for its last block to merge them
+CACHE_OF_GROUPS = LONG_TILES.limit  # bytes that blocks of a group of heads read
 MERGING_WARPS = 4  # by blocks of keys: of a block of threads that merges, 16 rows each
 LISTERS = 256  # threads of a block that turns lists
 LIST_STARTS_BYTES = 4 * (MOST_BLOCKS + 2 * LISTERS // 32)  # where each block of keys begins, sums of warps
@@ -199,19 +201,9 @@ def row_words(recipe: Recipe) -> Words:
     """What a row carries for dK and dV, in words of 4 bytes."""
     variant, seen = recipe.variant, recipe.observed_rows
     names = [("lse", "as exponents need it, or 1 / Z"), ("delta", "rowsum(dO ∘ O) - d(lse)")]
-    names += [("top", "what scores are counted from")] if _carries_tops(recipe) else []
+    names += [("top", "what scores are counted from")] if recipe.extremes is Extremes.TOPS else []
     names += [("qq", "|q|²")] if variant.uses_sqdist else []
     if variant.kind.backward_only:
         names += [("moved", "t(lse)"), ("epsilon", "rowsum(d(tO) ∘ tO)")]
     names += [(f"seen{number or ''}", "what the mask reads") for number in range(len(seen))]
     return Words(tuple(names))
-
-
-def _carries_tops(recipe: Recipe) -> bool:
-    unlike = recipe.variant.weights.form.exponential and linear_factor(recipe.variant) is None
-    return unlike and not recipe.bounded
-
-
-def carries_marks(variant: Variant) -> bool:
-    """Whether rows carry two bytes more that say whether their scores are extreme, in the place of a top."""
-    return variant.weights.form.exponential and linear_factor(variant) is not None

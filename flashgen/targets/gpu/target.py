@@ -50,7 +50,7 @@ class GpuTarget(Architecture):
         if pins.element is not None:
             spec = replace(spec, dtypes=(pins.element,))
         recipe = decide(variant)
-        return replace(plan_gpu(recipe.with_spec(spec), self, self.recipes, spills), recipe=recipe)
+        return replace(plan_gpu(recipe.of(spec=spec), self, self.recipes, spills), recipe=recipe)
 
     def parts(self, plan: GpuPlan) -> tuple[Part, ...]:
         return tuple(Part(element, name) for element in plan.by_element for name in plan.recipe.variant.kind.passes)

@@ -8,18 +8,18 @@ from typing import Any
 from flashgen.analysis.constraints import COLUMN, ROW
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.pieces import block_sizes
-from flashgen.analysis.variant import Variant, linear_factor
-from flashgen.ir.expr import Load, walk
+from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.plan.recipe import FORCED, Decision, Rule
-from flashgen.targets.gpu.ahead import element_of
 from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.layouts import forward_layout
 from flashgen.targets.gpu.lengths import has_long_rows, has_whole_rows, keeps_as_far_as
-from flashgen.targets.gpu.model import MOST_COLUMNS, carries_marks, padded, takes_turns
+from flashgen.targets.gpu.model import MOST_COLUMNS, padded, takes_turns
+from flashgen.targets.gpu.prefetch import element_of, loads_of_pairs
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.recipes import WARPS, Candidate, Considered, Recipes, divided, rows_for
 from flashgen.targets.gpu.rules import LONG_TILES, SUMS_TELL
+from flashgen.targets.gpu.score import Product, Weighing
 from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
 from flashgen.targets.wgmma import rules, tables
 
@@ -54,7 +54,7 @@ def forward(recipe: Recipe, element: ElementType, on: Architecture) -> Considere
         table, why = tables.HOPPER_BLOCK_FORWARD, rules.SMALL_BLOCKS
     whys: tuple[Rule, ...] = (why,)
     rows = divided(rows_for(variant, table), variant.head_dim.v)
-    if has_long_rows(variant) and (variant.uses_sqdist or _starts_in_turn(variant)):
+    if has_long_rows(variant) and (variant.uses_sqdist or _starts_in_turn(recipe)):
         rows.sort(key=lambda row: not row.producers)
         whys += (rules.NORMS_OF_KEYS if variant.uses_sqdist else rules.PRODUCTS_IN_TURN,)
     if not _copies_tensors(variant, element):
@@ -63,12 +63,13 @@ def forward(recipe: Recipe, element: ElementType, on: Architecture) -> Considere
         rows = [row for row in rows if not row.takes_turns]
     if not _shares_copies(variant):
         rows = [row for row in rows if row.cluster == 1]
-    return others.after(_with_staged_pairs(rows) if recipe.ahead is not None else rows, whys)
+    return others.after(_with_staged_pairs(rows) if recipe.prefetch is not None else rows, whys)
 
 
-def _starts_in_turn(variant: Variant) -> bool:
+def _starts_in_turn(recipe: Recipe) -> bool:
     """Whether three warpgroups that start products in turn are faster than three blocks."""
-    plain = linear_factor(variant) is not None and variant.spec.dropout is None and not variant.kind.ragged
+    variant, is_product = recipe.variant, isinstance(recipe.score, Product)
+    plain = is_product and variant.spec.dropout is None and not variant.kind.ragged
     return plain and _padded_widths(variant) == (64, 64)
 
 
@@ -99,7 +100,7 @@ def backward(recipe: Recipe, element: ElementType, on: Architecture) -> Consider
 def _has_copiers_of_pairs(recipe: Recipe, element: ElementType, row: BackwardChoice) -> bool:
     """Whether of the warps that copy one is left for elements of 16 bits that pairs read."""
     variant = recipe.variant
-    if recipe.ahead is None or element_of(variant, recipe.ahead).bytes != 2 or not recipe.weights_first:
+    if recipe.prefetch is None or element_of(variant, recipe.prefetch).bytes != 2 or not recipe.weighing.first:
         return False
     if not recipe.one_pass:  # kernels that leave dQ to another do without
         return False
@@ -155,19 +156,19 @@ def complete(recipe: Recipe, element: ElementType, row: AnyChoice, on: Architect
         if variant.tangent is not None:
             return Candidate(replace(row, tensor_copies=True), (*common, *_order_with_tangents(recipe)))
         row, early = _early(recipe, element, replace(row, tensor_copies=copies), on)
-        reads = [Decision.by("reads of pairs", "a tile ahead", rules.READ_AHEAD)] if recipe.ahead is not None else []
+        reads = [Decision.by("reads of pairs", "a tile ahead", rules.READ_AHEAD)] if recipe.prefetch is not None else []
         reads += [Decision.by("staging of pairs", "async copies", rules.STAGED_PAIRS)] if row.pairs_staged else []
-        near = Decision.by("tanh", "a polynomial where a tile's arguments are small", rules.NEAR_SCORES)
-        reads += [near] if recipe.near is not None else []
+        small = Decision.by("tanh", "a polynomial where a tile's arguments are small", rules.NEAR_SCORES)
+        reads += [small] if recipe.score.small_tanh is not None else []
         told = Decision.by("maxima of rows", "where sums of weights ask for them", SUMS_TELL)
-        reads += [told] if recipe.sums_tell else []
+        reads += [told] if isinstance(recipe.score, Product) and recipe.score.maxima_by_sums else []
         return Candidate(row, (*common, *_order_of_queries(copies=copies, early=early), *heads, *reads))
     order = _order_of_keys(recipe, copies=copies, has_producers=has_producers)
     persistent = order.choice == PERSISTENT
     begins_next = persistent and recipe.longest_first
-    few = recipe.weights_first and row.blocks > 2
+    few = recipe.weighing.first and row.blocks > 2
     reads = [Decision.by("reads of pairs", "before products are waited for", rules.READ_AHEAD)]
-    reads = reads if recipe.ahead is not None and recipe.weights_first else []
+    reads = reads if recipe.prefetch is not None and recipe.weighing.first else []
     whole = _weighs_whole(recipe, element, row) and row.weighs_whole  # of a row that is pinned perhaps no more
     weighed = row.Br if whole else rules.WEIGHED_AT_A_TIME.limit if few else min(row.Br, 64)
     at_a_time = Decision.by("queries at a time", str(weighed), rules.WHOLE_TILES if whole else rules.WEIGHED_AT_A_TIME)
@@ -175,12 +176,17 @@ def complete(recipe: Recipe, element: ElementType, row: AnyChoice, on: Architect
     reads += [Decision.by("staging of pairs", "by warps that copy", rules.STAGED_PAIRS)] if staged else []
     overlap = [Decision.by("overlap", "dQ of the step before", rules.OVERLAP_BACKWARD)]
     overlap += [Decision.by("prologue", "beside the tile before", rules.NEXT_TILE_EARLY)] if begins_next else []
-    kept = ("P, then dP", rules.WEIGHTS_FIRST) if recipe.weights_first else ("S beside dP", rules.ALL_AT_ONCE)
     own = replace(
         row, tensor_copies=copies, persistent=persistent, begins_next=begins_next, weighed=weighed, pairs_staged=staged
     )
-    decisions = (*common, order, *overlap, Decision.by("weights", *kept), at_a_time, *reads)
+    decisions = (*common, order, *overlap, _weights(recipe), at_a_time, *reads)
     return Candidate(own, (*decisions, *_turns(recipe, own)))
+
+
+def _weights(recipe: Recipe) -> Decision:
+    """When P is formed."""
+    why = rules.WEIGHTS_FIRST if recipe.weighing.first else rules.ALL_AT_ONCE
+    return Decision.by("weights", "P, then dP" if recipe.weighing.first else "S beside dP", why)
 
 
 def _turns(recipe: Recipe, row: BackwardChoice) -> list[Decision]:
@@ -192,7 +198,6 @@ def _turns(recipe: Recipe, row: BackwardChoice) -> list[Decision]:
 def _with_halves_of_dq(recipe: Recipe, row: BackwardChoice, common: _Common) -> Candidate[BackwardChoice]:
     """Two warpgroups that divide dQ: others copy for them, by tensor copies, and a block has one key tile."""
     sent = min(row.dq_sent or 0, padded(recipe.variant.head_dim.qk) // 2)
-    kept = ("P, then dP", rules.WEIGHTS_FIRST) if recipe.weights_first else ("S beside dP", rules.ALL_AT_ONCE)
     divided = ("divided among 2 warpgroups", rules.SHARED_KEYS)
     if not row.shares_keys:
         divided = ("whole rows of dK and dV", rules.OWN_KEYS)
@@ -208,7 +213,7 @@ def _with_halves_of_dq(recipe: Recipe, row: BackwardChoice, common: _Common) -> 
             _order_of_keys(recipe, copies=True, has_producers=True),
             *_heads(recipe),
             Decision.by("overlap", "dQ of the step before", rules.OVERLAP_BACKWARD),
-            Decision.by("weights", *kept),
+            _weights(recipe),
             *_turns(recipe, own),
         ),
     )
@@ -268,8 +273,7 @@ def _divides_dq(recipe: Recipe, element: ElementType, row: BackwardChoice) -> bo
     if row.cluster > 1:
         unpadded = widths == (variant.head_dim.qk, variant.head_dim.v)
         return unpadded and max(widths) <= MOST_COLUMNS * row.cluster
-    weighed = recipe.weights_first and not recipe.folded
-    return row.shares_keys or (sum(widths) <= rules.OWN_KEYS.limit and weighed)
+    return row.shares_keys or (sum(widths) <= rules.OWN_KEYS.limit and recipe.weighing is Weighing.FIRST)
 
 
 def _shares_dq(recipe: Recipe) -> bool:
@@ -277,7 +281,7 @@ def _shares_dq(recipe: Recipe) -> bool:
 
     P is formed while dP is multiplied, and nobody asks for gradients beside.
     """
-    variant, simple = recipe.variant, recipe.weights_first and not recipe.variant.gradients
+    variant, simple = recipe.variant, recipe.weighing.first and not recipe.variant.gradients
     return simple and variant.head_dim.qk == 256 and padded(variant.head_dim.v) == variant.head_dim.v
 
 
@@ -323,8 +327,7 @@ def _goes_over(recipe: Recipe, row: ForwardChoice) -> bool:
 
 def _read_by_pairs(computed: Variant) -> bool:
     """Whether each pair reads a captured value for its score, or to know whether it is kept."""
-    nodes = (each for root in (computed.score, computed.keep_of_pairs) for each in walk(root))
-    return any(isinstance(each, Load) and level_of(each) is Level.PAIR for each in nodes)
+    return any(level_of(each) is Level.PAIR for each in loads_of_pairs(computed))
 
 
 def _order_of_queries(*, copies: bool, early: Rule | None) -> tuple[Decision, ...]:
@@ -338,7 +341,7 @@ def _order_of_queries(*, copies: bool, early: Rule | None) -> tuple[Decision, ..
 
 
 def _order_with_tangents(recipe: Recipe) -> tuple[Decision, ...]:
-    if recipe.moves_apart:
+    if recipe.weighing.first:
         overlap = ("exponentials beside tS, O beside S", rules.OVERLAP_TANGENTS)
     else:
         overlap = ("O beside S", rules.TANGENTS_OF_PRODUCTS)
@@ -366,8 +369,8 @@ def _weighs_whole(recipe: Recipe, element: ElementType, row: BackwardChoice) -> 
     Then they hold nothing else: scores are products but for a factor, and nobody asks for gradients beside.
     """
     variant = recipe.variant
-    simple = recipe.one_pass and recipe.weights_first and not recipe.folded and carries_marks(variant)
-    alone = not recipe.key_gradients and recipe.ahead is None
+    simple = recipe.one_pass and recipe.weighing.first and isinstance(recipe.score, Product)
+    alone = not recipe.key_gradients and recipe.prefetch is None
     narrow = sum(_padded_widths(variant)) <= rules.WHOLE_TILES.limit
     copied = row.producers > 0 and _copies_tensors(variant, element)
     return row.Br == 128 and copied and narrow and simple and alone
