@@ -44,7 +44,7 @@ def test_who_shares_dq(text: str, shares: bool) -> None:
     (tiles,) = (each.backward for each in plan.elements)
     assert tiles.divides_keys is shares
     if shares:
-        assert (tiles.Br, tiles.Bc, tiles.cluster, tiles.keys, tiles.column_parts) == (64, 128, 2, 64, 1)
+        assert (tiles.Br, tiles.Bc, tiles.cluster, tiles.rows, tiles.column_parts) == (64, 128, 2, 64, 1)
         assert accumulators(variant, ElementType.BF16, tiles) + 32 + 16 <= tiles.registers  # dQ beside
 
 

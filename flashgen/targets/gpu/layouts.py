@@ -12,6 +12,7 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.plan.by_blocks import ITEM
 from flashgen.targets.gpu.ahead import element_of
+from flashgen.targets.gpu.key_schedules import Backward
 from flashgen.targets.gpu.layout import Layout, Part
 from flashgen.targets.gpu.model import (
     BINS,
@@ -29,12 +30,11 @@ from flashgen.targets.gpu.model import (
     merging_bytes,
     padded,
     row_words,
-    takes_turns,
     tile_bytes,
     visit_list,
 )
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
+from flashgen.targets.gpu.schedules import ByBlocks, Forward, Queries, Schedule
 
 
 def staged_row(recipe: Recipe, Bc: int) -> int:
@@ -46,17 +46,18 @@ def staged_row(recipe: Recipe, Bc: int) -> int:
     return 16 * (Bc * element_of(recipe.variant, recipe.ahead).bytes // 16 | 1)
 
 
-def layout_of(recipe: Recipe, element: ElementType, tiles: AnyChoice, *, with_dq: bool = True) -> Layout:
+def layout_of(recipe: Recipe, element: ElementType, tiles: Schedule, *, with_dq: bool = True) -> Layout:
     """That of a block with these tiles; of dK and dV ``with_dq``: it adds up dQ as well."""
     match tiles:
-        case ForwardChoice():
+        case Forward():
             return forward_layout(recipe, element, tiles)
-        case BackwardChoice():
+        case Backward():
             return backward_layout(recipe, element, tiles, with_dq=with_dq)
+    assert isinstance(tiles, Queries)
     return query_layout(recipe, element, tiles)
 
 
-def forward_layout(recipe: Recipe, element: ElementType, tiles: ForwardChoice) -> Layout:
+def forward_layout(recipe: Recipe, element: ElementType, tiles: Forward) -> Layout:
     """Q, rings of K and V, P where warps share rows, the visits, norms and signals.
 
     Norms are there where the score uses them, signals where tensor copies have some, pages over caches. V of 8 bits is
@@ -73,13 +74,13 @@ def forward_layout(recipe: Recipe, element: ElementType, tiles: ForwardChoice) -
     Br, Bc, stages, seen = tiles.rows, tiles.Bc, tiles.stages, len(recipe.observed_columns)
     D, Dv, of_keys = padded(variant.head_dim.qk), padded(variant.head_dim.v), element_of_keys(variant, element)
     copies, has_producers = tiles.tensor_copies, tiles.producers > 0
-    next_too, norms = tiles.begins_next and not has_producers, variant.uses_sqdist
-    moves = variant.kind.ragged and copies and not has_producers
+    next_too, norms = tiles.prefetches_next, variant.uses_sqdist
+    moves = variant.kind.ragged and tiles.self_loading
     read, divided = copies * stages * seen * WORD * Bc, tiles.split > 1
-    turns = tiles.takes_turns
+    turns, overlaps = tiles.ping_pong, tiles.overlaps_next
     signals = copies * (4 if turns else stages) * SIGNAL * (3 if seen and has_producers else 2)
     tangents, places = variant.tangent is not None, stages if has_producers else 1
-    signals_of_q = tiles.q_places if tiles.goes_over else 1
+    signals_of_q = tiles.q_places if overlaps else 1
     parts = (
         Part("Q", "Q", tiles.q_places * tile_bytes(Br, D, element), "q_places * QTile::bytes"),
         Part("K", "K", stages * tile_bytes(Bc, D, of_keys), "stages * KTile::bytes"),
@@ -121,8 +122,8 @@ def forward_layout(recipe: Recipe, element: ElementType, tiles: ForwardChoice) -
         Part("COLUMNS", "what the mask reads", read, "copies * 4 * stages * SEEN * BC"),
         Part("SIGNALS", "signals", signals, "copies * Signals::bytes", SIGNAL),
         Part(
-            *("V_SIGNALS", "signals", (4 * turns + 2 * stages * tiles.goes_over) * SIGNAL),
-            "VSignals::bytes" if turns else "goes_over * VSignals::bytes",
+            *("V_SIGNALS", "signals", (4 * turns + 2 * stages * overlaps) * SIGNAL),
+            "VSignals::bytes" if turns else "overlaps_next * VSignals::bytes",
             SIGNAL,
         ),
         Part("P_SIGNALS", "signals", turns * 2 * SIGNAL, "PSignals::bytes / 2", SIGNAL),
@@ -130,8 +131,8 @@ def forward_layout(recipe: Recipe, element: ElementType, tiles: ForwardChoice) -
         Part("NUMBER_SIGNALS", "signals", (tiles.cluster > 1) * 4 * SIGNAL, "NumberSignals::bytes", SIGNAL),
         Part("Q_SIGNALS", "signals", copies * 2 * signals_of_q * SIGNAL, "copies * QSignals::bytes", SIGNAL),
         Part(
-            *("START_SIGNALS", "signals", tiles.goes_over * 4 * (tiles.warps // 4 - 1) * SIGNAL),
-            "goes_over * (P::warps / 4 - 1) * StartSignals::bytes",
+            *("START_SIGNALS", "signals", overlaps * 4 * (tiles.warps // 4 - 1) * SIGNAL),
+            "overlaps_next * (P::warps / 4 - 1) * StartSignals::bytes",
             SIGNAL,
         ),
         Part(
@@ -154,13 +155,13 @@ def forward_layout(recipe: Recipe, element: ElementType, tiles: ForwardChoice) -
     )
 
 
-def opens(recipe: Recipe, tiles: ForwardChoice) -> bool:
+def opens(recipe: Recipe, tiles: Forward) -> bool:
     """Whether a persistent block of warps that do all finds by itself what the next query tile visits, and where."""
-    alone = tiles.tensor_copies and not tiles.producers and not tiles.begins_next
+    alone = tiles.self_loading and not tiles.prefetches_next
     return alone and not recipe.variant.kind.ragged and not recipe.has_lists
 
 
-def _block_layout(variant: Variant, element: ElementType, tiles: ForwardChoice) -> Layout:
+def _block_layout(variant: Variant, element: ElementType, tiles: Forward) -> Layout:
     """K and V of a block of keys, for each four warps two tiles of Q, and what an item has."""
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
     of_q = 2 * (tiles.warps // 4) * tile_bytes(64, D, element)
@@ -177,10 +178,10 @@ def _block_layout(variant: Variant, element: ElementType, tiles: ForwardChoice) 
 def fits_blocks(variant: Variant, element: ElementType, block_bytes: int) -> bool:
     """By blocks of keys: whether four warps have room for what they multiply."""
     assert variant.listed is not None, "kernels go through blocks of keys"
-    return _block_layout(variant, element, ForwardChoice(64, variant.listed.block, 4)).bytes <= block_bytes
+    return _block_layout(variant, element, ByBlocks(64, variant.listed.block, 4)).bytes <= block_bytes
 
 
-def backward_layout(recipe: Recipe, element: ElementType, tiles: BackwardChoice, *, with_dq: bool) -> Layout:
+def backward_layout(recipe: Recipe, element: ElementType, tiles: Backward, *, with_dq: bool) -> Layout:
     """K, V, rings of Q and dO, dS and (where warps share keys) P, what rows carry, the visits, sums over the block.
 
     Rows carry what the mask reads by row, too. Signals where tensor copies have some. Persistent blocks for several key
@@ -188,27 +189,27 @@ def backward_layout(recipe: Recipe, element: ElementType, tiles: BackwardChoice,
     a cluster have a part of the columns each, and places for what others send of S and dP; or a part of the keys each,
     and half of the columns of the other's K beside its dS.
     """
-    variant, Br, Bc, stages, split = recipe.variant, tiles.Br, tiles.keys, tiles.stages, tiles.split
+    variant, Br, Bc, stages, split = recipe.variant, tiles.Br, tiles.rows, tiles.stages, tiles.split
     D, Dv = (padded(width) // tiles.column_parts for width in (variant.head_dim.qk, variant.head_dim.v))
     exchanged, theirs = (tiles.column_parts > 1) * 2, tiles.divides_keys and with_dq
-    halves = tiles.dq_in_halves
+    halves = tiles.halves_dq
     more = stages if tiles.warpgroups and not halves else 1  # of dO and what rows carry
     ds = (stages if tiles.producers and not tiles.shares_keys else 1) * (with_dq or split > 1)
     pairs = sum(each.level is Level.PAIR for each in variant.gradients)
     words, has_producers, copies = len(row_words(recipe).names), tiles.producers > 0, tiles.tensor_copies
     served = has_producers and with_dq and tiles.persistent
     next_tiles = 4 * WORD * WORDS_OF_TILE
-    next_too = with_dq and tiles.begins_next
+    next_too = with_dq and tiles.prefetches_next
     dq = Part("DQ", "dQ", has_producers * with_dq * FLOAT * Br * D, "(P::producers > 0 && atomic) * 4 * BR * DP")
-    if tiles.dq_in_halves:
+    if halves:
         dq = Part(
             "DQ",
             "dQ",
-            with_dq * FLOAT * Br * 2 * (tiles.dq_sent or 0),
+            with_dq * FLOAT * Br * 2 * tiles.dq_sent,
             "(P::warpgroups && atomic) * 4 * BR * 2 * P::dq_sent",
         )
     signals = copies * (3 if has_producers else 2) * more * SIGNAL
-    tangents, turns = variant.kind.backward_only, with_dq and takes_turns(recipe, tiles)
+    tangents, turns = variant.kind.backward_only, with_dq and tiles.takes_turns(recipe)
     staged = with_dq and tiles.pairs_staged
     title = "lse, delta, norms" if variant.uses_sqdist else "lse, delta"
     parts = (
@@ -264,7 +265,7 @@ def backward_layout(recipe: Recipe, element: ElementType, tiles: BackwardChoice,
     return Layout(parts)
 
 
-def query_layout(recipe: Recipe, element: ElementType, tiles: QueryChoice) -> Layout:
+def query_layout(recipe: Recipe, element: ElementType, tiles: Queries) -> Layout:
     """Q, dO, rings of K and V, dS where warps share rows, what rows carry, the visits."""
     variant, Br, Bc, stages = recipe.variant, tiles.Br, tiles.Bc, tiles.stages
     D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
