@@ -13,7 +13,7 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.op.loading import load_spec
 from flashgen.op.op import AttentionOp
-from flashgen.targets.gpu.key_schedules import Backward
+from flashgen.targets.gpu.schedules import Backward
 from flashgen.verification.verify import verify_case
 from tests.cuda.hopper import changed, random
 from tests.numeric.helpers import failures

@@ -12,7 +12,7 @@ from flashgen.ir.types import ElementType
 from flashgen.kinds.ragged import RAGGED
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.model import padded, spans_of_half
-from flashgen.targets.gpu.registers import HARMLESS_SPILL, accumulators
+from flashgen.targets.gpu.registers import HARMLESS_SPILL
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import planned, variant_of
 from tests.cuda.hopper import EARLY, LATE
@@ -47,7 +47,7 @@ def test_who_divides_dq(text: str, sharing: int) -> None:
     assert tiles.shares_keys is (sharing == 2)
     if sharing:
         assert (tiles.Br, tiles.rows, tiles.warps, tiles.producers) == (64, 128 // sharing, 8, 4)
-        assert 8 * tiles.registers + 4 * tiles.producer_registers <= 65536 // 32
+        assert 8 * tiles.registers[0] + 4 * tiles.registers[1] <= 65536 // 32
     choices = [each.choice for each in plan.decisions if each.about.startswith("backward")]
     assert ("divided among 2 warpgroups" in choices) is (sharing == 2)
     assert ("whole rows of dK and dV" in choices) is (sharing == 1)
@@ -222,5 +222,5 @@ def test_registers_of_the_model() -> None:
     for text, numbers in (("head_dim 256", 128 + 32), ("head_dim 192/128", 160 + 32), ("head_dim 288", 160 + 32)):
         variant, plan = planned(f"attention a {{ dtype bf16  {text} }}", "sm_90a")
         tiles = plan.by_element[ElementType.BF16].backward
-        assert accumulators(variant, ElementType.BF16, tiles) == numbers
-        assert numbers + 16 <= tiles.registers
+        assert tiles.accumulators(variant, ElementType.BF16) == numbers
+        assert numbers + 16 <= tiles.registers[0]

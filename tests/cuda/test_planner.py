@@ -9,12 +9,11 @@ import pytest
 from flashgen.diagnostics import SpecError
 from flashgen.ir.types import ElementType
 from flashgen.plan.plan import Spill
-from flashgen.targets.gpu.key_schedules import KeyWarps
 from flashgen.targets.gpu.model import padded
 from flashgen.targets.gpu.recipe import decide
 from flashgen.targets.gpu.recipes import candidates
 from flashgen.targets.gpu.registers import still_spilled
-from flashgen.targets.gpu.schedules import Warps
+from flashgen.targets.gpu.schedules import KeyWarps, Warps
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import ELEMENTS, planned, variant_of
 

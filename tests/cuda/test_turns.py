@@ -60,7 +60,7 @@ def test_who_takes_turns(text: str, blocks: int) -> None:
     if blocks:
         assert (tiles.Br, tiles.Bc, tiles.warps, tiles.split, tiles.s_columns) == (64 * blocks, 64, 8, 2, 64)
         assert (tiles.cluster, tiles.rows) == (blocks, 64)
-        assert 8 * tiles.registers + 4 * tiles.producer_registers <= 65536 // 32
+        assert 8 * tiles.registers[0] + 4 * tiles.registers[1] <= 65536 // 32
 
 
 def test_smaller_head_dimensions_have_nothing_of_it() -> None:

@@ -18,9 +18,8 @@ from flashgen.language import parse_text
 from flashgen.plan.recipe import Decision, Rule, gathered
 from flashgen.store.headers import shipped_header
 from flashgen.targets.gpu import rules as gpu_rules
-from flashgen.targets.gpu.key_schedules import Backward
 from flashgen.targets.gpu.recipe import MOST_LSE, Lists, SumsOfDq, decide
-from flashgen.targets.gpu.schedules import Forward
+from flashgen.targets.gpu.schedules import Backward, Forward
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.wgmma import rules as wgmma_rules
 from tests.cli.helpers import flashgen

@@ -41,10 +41,9 @@ from flashgen.targets.cpu.plan import plan_cpu
 from flashgen.targets.cpu.target import CpuTarget
 from flashgen.targets.device_table import known_devices, product_of
 from flashgen.targets.gpu import cost as gpu_cost
-from flashgen.targets.gpu.key_schedules import Backward
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.recipe import decide
-from flashgen.targets.gpu.schedules import Forward
+from flashgen.targets.gpu.schedules import Backward, Forward
 from flashgen.targets.gpu.tiles import ElementPlan, GpuPlan
 from flashgen.targets.registry import GPUS
 from flashgen.toolchains.cpp import compile_sources

@@ -12,8 +12,7 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 from flashgen.op.op import AttentionOp
 from flashgen.plan.plan import Tiles
-from flashgen.targets.gpu.key_schedules import Backward
-from flashgen.targets.gpu.schedules import Forward, Queries, Schedule
+from flashgen.targets.gpu.schedules import Backward, Forward, Queries, Schedule
 from tools.fuzz.draws import CallDraw
 from tools.fuzz.inputs import head_dim_of
 from tools.fuzz.parts import has_parts

@@ -50,7 +50,7 @@ def _made(kind: Any, value: Any, where: str) -> Any:
 
 
 def _likeliest(kinds: Sequence[Any], value: Any) -> Any:
-    """Of several dataclasses the one that ``schedule`` names, else that whose fields differ least from what is there."""
+    """Of several dataclasses the one that ``schedule`` names, else the one whose fields differ least from these."""
     if len(kinds) == 1 or not isinstance(value, dict):
         return kinds[0]
     named = value.get("schedule")

@@ -33,13 +33,12 @@ from flashgen.plan.prediction import KernelTime, PassTime
 from flashgen.plan.tile_counts import TileCounts, tile_counts
 from flashgen.plan.work import PairWork, PassName, pair_work
 from flashgen.targets.gpu.bytes import bytes_of_shape
-from flashgen.targets.gpu.key_schedules import Backward
 from flashgen.targets.gpu.model import FLOAT, padded
 from flashgen.targets.gpu.multiprocessor import multiprocessor_of
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.registers import MOST, registers
-from flashgen.targets.gpu.schedules import Forward, Queries, Schedule
+from flashgen.targets.gpu.schedules import Backward, Forward, Queries, Schedule
 from flashgen.targets.gpu.tiles import ElementPlan
 
 BARRIER = 285  # clocks of a block at each barrier of a tile: warps wait for the last, and start with nothing under way

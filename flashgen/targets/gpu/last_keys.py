@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from flashgen.analysis.variant import Variant
-from flashgen.targets.gpu.key_schedules import Backward
 from flashgen.targets.gpu.model import FLOAT, padded
+from flashgen.targets.gpu.schedules import Backward
 
 # Of the key tiles that several blocks work on: parts of one, of all, and tiles of queries that a part has at least.
 MOST_PARTS, MOST_UNITS, LEAST_PART = 8, 512, 8

@@ -29,7 +29,6 @@ from flashgen.plan.launches import (
     TileCounter,
 )
 from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts, run_buffers
-from flashgen.targets.gpu.key_schedules import Backward
 from flashgen.targets.gpu.last_keys import MOST_UNITS, bytes_of_part, shares_last
 from flashgen.targets.gpu.lists import lists_of_keys, lists_of_queries, made_in_workspace
 from flashgen.targets.gpu.model import (
@@ -43,7 +42,7 @@ from flashgen.targets.gpu.model import (
     panel_width,
 )
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.schedules import Forward
+from flashgen.targets.gpu.schedules import Backward, Forward
 from flashgen.targets.gpu.tiles import GpuPlan
 
 # Buffers: query tiles, and key tiles, that persistent blocks have taken, beyond one each.

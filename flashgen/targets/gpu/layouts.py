@@ -12,7 +12,6 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.plan.by_blocks import ITEM
 from flashgen.targets.gpu.ahead import element_of
-from flashgen.targets.gpu.key_schedules import Backward
 from flashgen.targets.gpu.layout import Layout, Part
 from flashgen.targets.gpu.model import (
     BINS,
@@ -34,7 +33,7 @@ from flashgen.targets.gpu.model import (
     visit_list,
 )
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.schedules import ByBlocks, Forward, Queries, Schedule
+from flashgen.targets.gpu.schedules import Backward, ByBlocks, Forward, Queries, Schedule
 
 
 def staged_row(recipe: Recipe, Bc: int) -> int:
@@ -76,83 +75,53 @@ def forward_layout(recipe: Recipe, element: ElementType, tiles: Forward) -> Layo
     copies, has_producers = tiles.tensor_copies, tiles.producers > 0
     next_too, norms = tiles.prefetches_next, variant.uses_sqdist
     moves = variant.kind.ragged and tiles.self_loading
-    read, divided = copies * stages * seen * WORD * Bc, tiles.split > 1
-    turns, overlaps = tiles.ping_pong, tiles.overlaps_next
-    signals = copies * (4 if turns else stages) * SIGNAL * (3 if seen and has_producers else 2)
+    turns, overlaps, divided = tiles.ping_pong, tiles.overlaps_next, tiles.split > 1
     tangents, places = variant.tangent is not None, stages if has_producers else 1
-    signals_of_q = tiles.q_places if overlaps else 1
+    v_bytes = tile_bytes(Dv, Bc, of_keys) if variant.kind.f8 else tile_bytes(Bc, Dv, of_keys)
+    staged = Br * staged_row(recipe, Bc) if tiles.pairs_staged else 0
+    row_parts, row_code = (tiles.split + turns, "4 * (split + 1) * BR") if turns else (tiles.split, "4 * split * BR")
+    place, opened = len(PLACE_OF_QUERIES.names), len((*PLACE_OF_QUERIES.names, *OPENED_TILE.names))
+    shown = 3 if seen and has_producers else 2
     parts = (
         Part("Q", "Q", tiles.q_places * tile_bytes(Br, D, element), "q_places * QTile::bytes"),
         Part("K", "K", stages * tile_bytes(Bc, D, of_keys), "stages * KTile::bytes"),
-        Part(
-            *("V", "V"),
-            stages * (tile_bytes(Dv, Bc, of_keys) if variant.kind.f8 else tile_bytes(Bc, Dv, of_keys)),
-            "stages * VTile::bytes",
-        ),
-        Part(
-            "PAIRS",
-            "what pairs read",
-            Br * staged_row(recipe, Bc) if tiles.pairs_staged else 0,
-            "P::pairs_staged * P::warps * StagedPairs::bytes",
-        ),
+        Part("V", "V", stages * v_bytes, "stages * VTile::bytes"),
+        Part("PAIRS", "what pairs read", staged, "P::pairs_staged * P::warps * StagedPairs::bytes"),
         Part("UNITS", "units of Q", variant.kind.f8_cached * FLOAT * Br, "4 * BR"),
         Part("SUMS", "sums of tiles", variant.kind.f8 * 2 * Br * Dv, "2 * BR * DVP"),
         Part("T_Q", "tangents of Q", tangents * tile_bytes(Br, D, element), "QTile::bytes"),
         Part("T_K", "tangents of K", tangents * stages * tile_bytes(Bc, D, element), "stages * KTile::bytes"),
         Part("T_V", "tangents of V", tangents * stages * tile_bytes(Bc, Dv, element), "stages * VTile::bytes"),
         Part("PP", "P", divided * tile_bytes(Br, Bc, element), "PTile::bytes"),
-        Part(
-            *("PARTS", "maxima and sums of rows", divided * FLOAT * (tiles.split + turns) * Br),
-            "4 * (split + 1) * BR" if turns else "4 * split * BR",
-        ),
+        Part("PARTS", "maxima and sums of rows", divided * FLOAT * row_parts * Br, row_code),
         Part("COPIED", "next list", next_too * COPIED_LIST, "self_loading * COPIED_BYTES"),
-        Part(
-            *("NEXT_PLACE", "next list", next_too * WORD * len(PLACE_OF_QUERIES.names)),
-            "self_loading * int(sizeof(QueryPlace))",
-        ),
-        Part(
-            *("OPENED", "next list", opens(recipe, tiles) * WORD * len((*PLACE_OF_QUERIES.names, *OPENED_TILE.names))),
-            "self_loading * int(sizeof(OpenedTile))",
-        ),
+        Part("NEXT_PLACE", "next list", next_too * WORD * place, "self_loading * int(sizeof(QueryPlace))"),
+        Part("OPENED", "next list", opens(recipe, tiles) * WORD * opened, "self_loading * int(sizeof(OpenedTile))"),
         Part("NEXT_SEQUENCE", "next list", moves * WORD * SEQUENCE, "self_loading * int(sizeof(Sequence))"),
         Part("LIST", "list of tiles", (1 + has_producers) * visit_list(variant), "lists * int(sizeof(VisitList))"),
         Part("PAGES", "pages of a tile", variant.kind.cached * WORD * tiles.warps * Bc, "P::warps * TilePages::bytes"),
         Part("KK", "norms", norms * places * FLOAT * Bc, "norm_places * 4 * BC"),
         Part("T_KK", "norms", tangents * norms * places * FLOAT * Bc, "norm_places * 4 * BC"),
-        Part("COLUMNS", "what the mask reads", read, "copies * 4 * stages * SEEN * BC"),
-        Part("SIGNALS", "signals", signals, "copies * Signals::bytes", SIGNAL),
-        Part(
-            *("V_SIGNALS", "signals", (4 * turns + 2 * stages * overlaps) * SIGNAL),
-            "VSignals::bytes" if turns else "overlaps_next * VSignals::bytes",
-            SIGNAL,
-        ),
-        Part("P_SIGNALS", "signals", turns * 2 * SIGNAL, "PSignals::bytes / 2", SIGNAL),
+        Part("COLUMNS", "what the mask reads", copies * stages * seen * WORD * Bc, "copies * 4 * stages * SEEN * BC"),
+        _signals("SIGNALS", copies * (4 if turns else stages) * shown, "copies * Signals::bytes"),
+        _signals("V_SIGNALS", 4 * turns + 2 * stages * overlaps, "VSignals::bytes"),
+        _signals("P_SIGNALS", 2 * turns, "PSignals::bytes / 2"),
         Part("NUMBERS", "tiles of a cluster", (tiles.cluster > 1) * 2 * WORD, "2 * 4"),
-        Part("NUMBER_SIGNALS", "signals", (tiles.cluster > 1) * 4 * SIGNAL, "NumberSignals::bytes", SIGNAL),
-        Part("Q_SIGNALS", "signals", copies * 2 * signals_of_q * SIGNAL, "copies * QSignals::bytes", SIGNAL),
-        Part(
-            *("START_SIGNALS", "signals", overlaps * 4 * (tiles.warps // 4 - 1) * SIGNAL),
-            "overlaps_next * (P::warps / 4 - 1) * StartSignals::bytes",
-            SIGNAL,
-        ),
-        Part(
-            "NORM_SIGNALS",
-            "signals",
-            norms * has_producers * 2 * stages * SIGNAL,
-            "has_producers * NormSignals::bytes",
-            SIGNAL,
-        ),
-        Part(
-            *("LIST_SIGNALS", "signals", copies * has_producers * 4 * SIGNAL),
-            "has_producers * ListSignals::bytes",
-            SIGNAL,
-        ),
+        _signals("NUMBER_SIGNALS", 4 * (tiles.cluster > 1), "NumberSignals::bytes"),
+        _signals("Q_SIGNALS", copies * 2 * (tiles.q_places if overlaps else 1), "copies * QSignals::bytes"),
+        _signals("START_SIGNALS", 4 * overlaps * (tiles.warps // 4 - 1), "(P::warps / 4 - 1) * StartSignals::bytes"),
+        _signals("NORM_SIGNALS", norms * has_producers * 2 * stages, "has_producers * NormSignals::bytes"),
+        _signals("LIST_SIGNALS", copies * has_producers * 4, "has_producers * ListSignals::bytes"),
     )
     if variant.kind.cached:
         return Layout(parts, Part("O", "O at the end", merging_bytes(Br, Dv), "Merging::bytes"))
     return Layout(
         parts, None if copies else Part("O", "O at the end", tile_bytes(Br, Dv, element), "!copies * OTile::bytes")
     )
+
+
+def _signals(name: str, count: int, holds: str) -> Part:
+    return Part(name, "signals", count * SIGNAL, holds, SIGNAL)
 
 
 def opens(recipe: Recipe, tiles: Forward) -> bool:
@@ -202,15 +171,13 @@ def backward_layout(recipe: Recipe, element: ElementType, tiles: Backward, *, wi
     next_too = with_dq and tiles.prefetches_next
     dq = Part("DQ", "dQ", has_producers * with_dq * FLOAT * Br * D, "(P::producers > 0 && atomic) * 4 * BR * DP")
     if halves:
-        dq = Part(
-            "DQ",
-            "dQ",
-            with_dq * FLOAT * Br * 2 * tiles.dq_sent,
-            "(P::warpgroups && atomic) * 4 * BR * 2 * P::dq_sent",
-        )
-    signals = copies * (3 if has_producers else 2) * more * SIGNAL
+        of_dq = "(P::warpgroups && atomic) * 4 * BR * 2 * P::dq_sent"
+        dq = Part("DQ", "dQ", with_dq * FLOAT * Br * 2 * tiles.dq_sent, of_dq)
     tangents, turns = variant.kind.backward_only, with_dq and tiles.takes_turns(recipe)
-    staged = with_dq and tiles.pairs_staged
+    staged = Br * staged_row(recipe, Bc) if with_dq and tiles.pairs_staged else 0
+    next_code = f"(persistent && P::producers > 0) * {next_tiles}"
+    if variant.kind.ragged:
+        next_tiles, next_code = 2 * WORD * (SEQUENCE + 1), "persistent * 2 * (4 + int(sizeof(Sequence)))"
     title = "lse, delta, norms" if variant.uses_sqdist else "lse, delta"
     parts = (
         Part("K", "K", tile_bytes(Bc, D, element), "KTile::bytes"),
@@ -227,40 +194,22 @@ def backward_layout(recipe: Recipe, element: ElementType, tiles: Backward, *, wi
         Part("T_Q", "tangents of Q", tangents * stages * tile_bytes(Br, D, element), "stages * QTile::bytes"),
         Part("T_DS", "tangents of dS", tangents * with_dq * tile_bytes(Bc, Br, element), "atomic * PTile::bytes"),
         dq,
-        Part(
-            "PAIRS",
-            "what pairs read",
-            Br * staged_row(recipe, Bc) if staged else 0,
-            "(P::pairs_staged && atomic) * (BR / 16) * StagedPairs::bytes",
-        ),
+        Part("PAIRS", "what pairs read", staged, "(P::pairs_staged && atomic) * (BR / 16) * StagedPairs::bytes"),
         Part("ROWS", title, more * WORD * words * Br, "more_stages * 4 * RowWords::count * BR"),
         Part("MARKS", title, more * 2 * carries_marks(variant) * Br, "more_stages * 2 * BR"),
         Part("COPIED", "next list", next_too * COPIED_LIST, "persistent * COPIED_BYTES"),
-        Part(
-            *("NEXT_TILES", "next tile", served * (2 * WORD * (SEQUENCE + 1) if variant.kind.ragged else next_tiles)),
-            "persistent * 2 * (4 + int(sizeof(Sequence)))"
-            if variant.kind.ragged
-            else f"(persistent && P::producers > 0) * {next_tiles}",
-        ),
+        Part("NEXT_TILES", "next tile", served * next_tiles, next_code),
         Part("LIST", "list of tiles", visit_list(variant), "int(sizeof(VisitList))"),
         Part("SUMS", "sums, histograms", FLOAT * tiles.warps, "4 * P::warps"),
         Part("HISTOGRAM", "sums, histograms", FLOAT * tiles.warps * pairs * BINS, f"{4 * pairs} * BINS * P::warps"),
         Part("TURN", "turns", turns * more * WORD, "takes_turns * more_stages * 4"),
-        Part("SIGNALS", "signals", signals, "P::tensor_copies * Signals::bytes", SIGNAL),
-        Part("Q_SIGNALS", "signals", halves * 2 * stages * SIGNAL, "P::tensor_copies * QSignals::bytes", SIGNAL),
-        Part(
-            *("EXCHANGE_SIGNALS", "signals", exchanged * tiles.warps * SIGNAL),
-            "(P::cluster > 1) * 2 * P::warps * int(sizeof(uint64_t))",
-            SIGNAL,
+        _signals("SIGNALS", copies * (3 if has_producers else 2) * more, "P::tensor_copies * Signals::bytes"),
+        _signals("Q_SIGNALS", halves * 2 * stages, "P::tensor_copies * QSignals::bytes"),
+        _signals(
+            "EXCHANGE_SIGNALS", exchanged * tiles.warps, "(P::cluster > 1) * 2 * P::warps * int(sizeof(uint64_t))"
         ),
-        Part(
-            *("DS_SIGNALS", "signals", theirs * 2 * SIGNAL),
-            "shares_dq * 2 * int(sizeof(uint64_t))",
-            SIGNAL,
-        ),
-        Part(
-            "PAIR_SIGNALS", "signals", staged * 2 * SIGNAL, "(P::pairs_staged && atomic) * PairSignals::bytes", SIGNAL
-        ),
+        _signals("DS_SIGNALS", theirs * 2, "shares_dq * 2 * int(sizeof(uint64_t))"),
+        _signals("PAIR_SIGNALS", 2 * (staged > 0), "(P::pairs_staged && atomic) * PairSignals::bytes"),
     )
     return Layout(parts)
 

@@ -11,10 +11,9 @@ from flashgen.analysis.levels import mask_axes
 from flashgen.kinds.field import Field
 from flashgen.plan.arguments import argument_fields, mask_params, mask_sizes, param_field, param_place_field
 from flashgen.plan.launches import Count, Factor, Launch, Order, VisitLists
-from flashgen.targets.gpu.key_schedules import Backward
 from flashgen.targets.gpu.model import FLOAT, VISIT_LIST, WINDOW
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.schedules import Forward, Queries
+from flashgen.targets.gpu.schedules import Backward, Forward, Queries
 from flashgen.targets.gpu.tiles import GpuPlan
 
 CHUNK = 16  # bytes

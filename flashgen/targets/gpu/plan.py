@@ -17,13 +17,12 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.plan import Rejection, Spill, kib
 from flashgen.plan.recipe import Decision
 from flashgen.targets.gpu.architecture import Architecture
-from flashgen.targets.gpu.key_schedules import KeyWarps
 from flashgen.targets.gpu.layouts import layout_of
 from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, limits, limits_of_schedule
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.recipes import Recipes, candidates
 from flashgen.targets.gpu.registers import harmless_spill, still_spilled
-from flashgen.targets.gpu.schedules import Forward, Schedule, Warps
+from flashgen.targets.gpu.schedules import Forward, KeyWarps, Schedule, Warps
 from flashgen.targets.gpu.tiles import ElementPlan, GpuPlan
 
 

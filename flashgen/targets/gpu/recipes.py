@@ -18,18 +18,23 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu import rules, tables
 from flashgen.targets.gpu.architecture import Architecture
-from flashgen.targets.gpu.key_schedules import Backward, KeyWarps
 from flashgen.targets.gpu.layouts import forward_layout
 from flashgen.targets.gpu.model import element_of_keys, padded
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.schedules import (
     MOST_WARPS,
+    Backward,
     ByBlocks,
-    DividedWarps,
     Forward,
+    KeyWarps,
+    ProducerKeys,
+    Producers,
     Queries,
     QueryWarps,
     Schedule,
+    SelfLoading,
+    SelfLoadingKeys,
+    Warps,
 )
 from flashgen.targets.gpu.tables import S, Table
 
@@ -130,7 +135,7 @@ def queries(recipe: Recipe, element: ElementType, on: Architecture) -> Considere
 def rows_for(variant: Variant, table: Table[S]) -> list[S]:
     """The rows of a table for the head dimension."""
     larger = max(variant.head_dim.qk, variant.head_dim.v)
-    return list(next(rows for most, rows in table if larger <= most))
+    return list(next((rows for most, rows in table if larger <= most), ()))
 
 
 def divided(rows: list[S], *widths: int) -> list[S]:
@@ -177,7 +182,7 @@ def of_rows(recipe: Recipe, element: ElementType, own: Forward, sram_bytes: int,
     parts = (padded(variant.head_dim.v), own.Bc)
     is_narrow = element.bytes == 2 and variant.head_dim.qk <= rules.FEW_ROWS_SHARED.limit and own.split == 1
     if is_narrow and not any(count % (16 * sharers) for count in parts):
-        shared = _weighing(DividedWarps(Br, own.Bc, own.warps, own.stages, split=sharers), element)
+        shared = _weighing(Warps(Br, own.Bc, own.warps, own.stages, split=sharers), element)
         deeper = replace(shared, stages=own.stages + 1)
         more = _weighing(replace(shared, Bc=2 * own.Bc), element) if variant.kind.f8_cached else deeper
         return more if blocks(more) >= 2 else shared
@@ -199,7 +204,7 @@ def _weighing(row: S, element: ElementType) -> S:
     match row:
         case KeyWarps():
             return replace(row, s_columns=max(row.Br // row.split, least))
-        case DividedWarps() | QueryWarps() if row.split > 1:
+        case Warps() | QueryWarps() if row.split > 1:
             return replace(row, s_columns=max(row.Bc // row.split, least))
     return row
 
@@ -260,8 +265,19 @@ def _pinned(
         return not row.warpgroups, sum(pin != getattr(row, name) for name, pin in pins.items())
 
     for row in sorted(rows, key=distance):
-        tile = replace(row, **pins)
+        tile = replace(row, Br=Br or row.Br, Bc=Bc or row.Bc, stages=stages or row.stages)
         counts = [warps] if warps else sorted({row.warps, *range(1, MOST_WARPS + 1)}, key=lambda n: abs(n - row.warps))
-        tiles = (replace(tile, warps=count).alone() for count in counts)
+        tiles = (_alone(replace(tile, warps=count)) for count in counts)
         found |= dict.fromkeys(itertools.islice((each for each in tiles if each.works), 1))
     return list(found)
+
+
+def _alone(tile: Schedule) -> Schedule:
+    """A warpgroup alone copies for itself, beside another block: who copies for it would be left too many registers."""
+    shape = (tile.Br, tile.Bc, tile.warps, tile.stages)
+    match tile:
+        case Producers() if tile.warps <= tile.producers:
+            return SelfLoading(*shape, blocks=2, pairs_staged=tile.pairs_staged)
+        case ProducerKeys() if tile.warps <= tile.producers:
+            return SelfLoadingKeys(*shape, blocks=2)
+    return tile

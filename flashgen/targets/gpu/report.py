@@ -12,11 +12,10 @@ from flashgen.plan.report import PassReport, pass_report, reason_of
 from flashgen.targets.gpu.alternatives import gpu_runners_up
 from flashgen.targets.gpu.bytes import kernels_of
 from flashgen.targets.gpu.cost import pass_time
-from flashgen.targets.gpu.key_schedules import KeyWarps
 from flashgen.targets.gpu.layouts import layout_of
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.schedules import Warps
+from flashgen.targets.gpu.schedules import KeyWarps, Warps
 from flashgen.targets.gpu.tiles import OF_KERNEL, GpuPlan
 
 

@@ -14,16 +14,9 @@ from flashgen.analysis.selection import selected
 from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.plan.plan import Tiles
-from flashgen.targets.gpu.model import (
-    COPYING_REGISTERS,
-    FINDING_REGISTERS,
-    MEASURERS,
-    WINDOW,
-    element_of_keys,
-    padded,
-    registers,
-    tile_bytes,
-)
+from flashgen.targets.gpu import model
+from flashgen.targets.gpu.model import padded
+from flashgen.targets.gpu.recipe import Recipe
 
 MOST_WARPS = 16  # that multiply, of a block or of the blocks of a multiprocessor
 _MOST_STREAMED = 256  # rows of a tile that warpgroups stream
@@ -41,25 +34,16 @@ class Schedule(Tiles):
     sram_bytes: int = field(default=0, kw_only=True, compare=False)
     schedule: str = field(default="", kw_only=True, compare=False)
 
-    # Products are Hopper's, of four warps at a time, with operands in shared memory.
-    warpgroups = False
-    # More warps, which copy, and the registers that a thread of these needs.
-    producers = 0
-    least_registers = COPYING_REGISTERS
-    # Blocks of a multiprocessor that the compiler leaves registers for.
-    blocks = 1
-    # Blocks that share a tile.
-    cluster = 1
-    # Warps, or warpgroups, that share rows of O or dQ, or keys of dK and dV, and have a part of the columns each.
-    split = 1
-    # One thread starts tensor copies.
-    tensor_copies = False
-    # A block that copies for itself asks for its next tile while it works on one.
-    prefetches_next = False
-    # What pairs read of a captured tensor comes by way of shared memory.
-    pairs_staged = False
-    # Two warpgroups weigh key tiles in turns.
-    ping_pong = False
+    warpgroups = False  # products are Hopper's, of four warps at a time, with operands in shared memory
+    producers = 0  # more warps, which copy
+    least_registers = model.COPYING_REGISTERS  # of a thread of these
+    blocks = 1  # of a multiprocessor that the compiler leaves registers for
+    cluster = 1  # blocks that share a tile
+    split = 1  # warps, or warpgroups, that share rows of O or dQ, or keys, and have a part of the columns each
+    tensor_copies = False  # one thread starts tensor copies
+    prefetches_next = False  # a block that copies for itself asks for its next tile while it works on one
+    pairs_staged = False  # what pairs read of a captured tensor comes by way of shared memory
+    ping_pong = False  # two warpgroups weigh key tiles in turns
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "schedule", type(self).__name__)
@@ -82,7 +66,7 @@ class Schedule(Tiles):
     @property
     def registers(self) -> tuple[int, int]:
         """Of a thread that multiplies, and of one that copies; 0 where all are alike."""
-        return registers(self.warps, self.producers, self.least_registers) if self.producers else (0, 0)
+        return model.registers(self.warps, self.producers, self.least_registers) if self.producers else (0, 0)
 
     @property
     def multipliers(self) -> str:
@@ -105,14 +89,10 @@ class Schedule(Tiles):
         """Rows of a tile that streams."""
         return self.Bc
 
-    def alone(self) -> Schedule:
-        """Where a warpgroup is alone it copies for itself: warps that copy for it would be left too many registers."""
-        return self
-
     @property
     def barriers(self) -> int:
         """Of a step; waits of warpgroups hide."""
-        raise NotImplementedError
+        return 0 if self.warpgroups else 2 + (self.split > 1)
 
     def accumulators(self, variant: Variant, element: ElementType) -> int:
         """Registers of a thread for what a kernel adds up, S of its tile, and query rows that stay."""
@@ -142,7 +122,6 @@ class Forward(Schedule):
     """Of the forward pass: a block has queries, and K and V stream."""
 
     q_in_registers = False
-    divided = False  # warps that share rows have scores of a part of a tile's keys each
     overlaps_next = False  # warpgroups begin a query tile beside the last product of the one before
 
     @property
@@ -151,13 +130,14 @@ class Forward(Schedule):
         return 1 + self.prefetches_next
 
     @property
+    def divided(self) -> bool:
+        """Whether warps that share rows have scores of a part of a tile's keys each."""
+        return self.split > 1 and not self.ping_pong
+
+    @property
     def self_loading(self) -> bool:
         """Whether blocks are persistent, and a thread that multiplies starts the copies."""
         return self.tensor_copies and not self.producers
-
-    @property
-    def barriers(self) -> int:
-        return 0 if self.warpgroups else 2 + (self.split > 1)
 
     def accumulators(self, variant: Variant, element: ElementType) -> int:
         rows, pairs = self.rows, self.rows * self.Bc
@@ -172,14 +152,15 @@ class Forward(Schedule):
         """Warps that find visits: all, or those of the producers that neither copy nor take norms of keys."""
         if not self.producers:
             return self.warps
-        return self.producers - 1 - self.ping_pong - (MEASURERS if variant.uses_sqdist else 0)
+        return self.producers - 1 - self.ping_pong - (model.MEASURERS if variant.uses_sqdist else 0)
 
     def finds_selected(self, variant: Variant, element: ElementType) -> bool:
         """Over caches: whether tiles with a selected key are found first. Their numbers take the place of K and V."""
         if selected(variant.keep, variant.spec.tensors) is None:
             return False
-        widths, of_keys = (padded(variant.head_dim.qk), padded(variant.head_dim.v)), element_of_keys(variant, element)
-        return self.stages * sum(tile_bytes(self.Bc, width, of_keys) for width in widths) >= 2 * WINDOW
+        of_keys, widths = model.element_of_keys(variant, element), (variant.head_dim.qk, variant.head_dim.v)
+        room = sum(model.tile_bytes(self.Bc, padded(width), of_keys) for width in widths)
+        return self.stages * room >= 2 * model.WINDOW
 
     def merging_shares(self, variant: Variant) -> int:
         """Over caches: blocks that merge a tile's parts, each with so much of the columns: 32 or more, or a warp's."""
@@ -198,17 +179,13 @@ class Forward(Schedule):
 
 @dataclass(frozen=True)
 class Warps(Forward):
-    """Each warp multiplies rows of its own (mma.sync)."""
+    """Products of one warp (mma.sync); ``split`` warps share rows, each with its part of O's columns and of the scores.
+
+    Then P goes through shared memory.
+    """
 
     q_in_registers: bool = False
-
-
-@dataclass(frozen=True)
-class DividedWarps(Forward):
-    """``split`` warps share rows, each with its part of O's columns and of a tile's scores; P goes through memory."""
-
-    divided = True
-    split: int = 2
+    split: int = 1
     s_columns: int = 0
 
 
@@ -245,15 +222,10 @@ class Producers(Forward):
     warpgroups = tensor_copies = True
     producers = 4
     stages: int = 2
-    least_registers: int = FINDING_REGISTERS
+    least_registers: int = model.FINDING_REGISTERS
     overlaps_next: bool = False
     q_places: int = 1
     pairs_staged: bool = False
-
-    def alone(self) -> Schedule:
-        if self.warps > self.producers:
-            return self
-        return SelfLoading(self.Br, self.Bc, self.warps, self.stages, blocks=2, pairs_staged=self.pairs_staged)
 
 
 @dataclass(frozen=True)
@@ -266,7 +238,7 @@ class PingPong(Forward):
     warpgroups = tensor_copies = ping_pong = True
     producers = 4
     split = 2
-    least_registers: int = FINDING_REGISTERS
+    least_registers: int = model.FINDING_REGISTERS
     cluster: int = 1
 
     @property
@@ -282,12 +254,166 @@ class PingPong(Forward):
 class DividedWarpgroups(Forward):
     """The same without turns: each has scores of half a tile's keys, all copy, and a block has one query tile."""
 
-    warpgroups = divided = True
+    warpgroups = True
     split = 2
 
     @property
     def s_columns(self) -> int:
         return max(self.Bc // 2, 16)
+
+
+# -- dK and dV ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Backward(Schedule):
+    """Of dK and dV, with dQ added up or without: a block has keys, and Q and dO stream.
+
+    ``keys_sram_bytes``: shared memory of a kernel that does not add up dQ, once it is planned.
+    """
+
+    keys_sram_bytes: int = field(default=0, kw_only=True, compare=False)
+
+    persistent = False  # a block takes one key tile after another
+    halves_dq = False  # two warpgroups have half of the columns of dQ each, wherever panels end
+    dq_sent = 0  # of these the columns that leave by way of shared memory, at most
+    divides_keys = False  # the blocks of a cluster have a part of a tile's keys each, and exchange dS
+
+    @property
+    def rows(self) -> int:
+        return self.Bc // self.cluster * self.column_parts
+
+    @property
+    def streamed(self) -> int:
+        return self.Br
+
+    @property
+    def shares_keys(self) -> bool:
+        """Whether two warpgroups share 64 keys, each with half of the columns of dK, dV and dQ."""
+        return self.warpgroups and self.split > 1
+
+    @property
+    def weighs_whole(self) -> bool:
+        """Whether warpgroups weigh a tile of 128 queries at once."""
+        return self.warpgroups and self.s_columns == 128
+
+    @property
+    def works(self) -> bool:
+        divides = self.split != 2 or self.Br % 32 == 0
+        groups = not self.warpgroups or (self.Br % 64 == 0 and self.Br <= 16 * self.warps)  # of 64 rows of dQ
+        threads = self.Br <= 32 * self.warps  # one for each query
+        return super().works and divides and groups and threads and self.stages <= 2
+
+    @property
+    def barriers(self) -> int:
+        return 0 if self.warpgroups else 1 + (self.stages == 1) + super().barriers
+
+    def accumulators(self, variant: Variant, element: ElementType) -> int:
+        D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
+        at_a_time, pairs = self.s_columns * self.split * self.rows, self.Br * self.rows
+        pairs = at_a_time if self.halves_dq else max(pairs, at_a_time)  # warps that weigh none have room, too
+        # dK, dV, S and dP.
+        numbers = self.rows * (D + Dv) // self.column_parts + 2 * pairs
+        numbers += 2 * pairs if element is ElementType.F32 else 0  # what is lost of P and dS in TF32
+        numbers += 0 if variant.tangent is None else 2 * pairs  # what both change by
+        return -(-numbers // (32 * self.warps))
+
+    @property
+    def spares_warps(self) -> bool:
+        """Whether warps that copy have time for more."""
+        return self.producers > 0 and self.tensor_copies and not self.persistent
+
+    def takes_turns(self, recipe: Recipe) -> bool:
+        """Whether batch entries add to a gradient in turn: one of the warps that copy waits for a tile's."""
+        return recipe.in_turn is not None and self.spares_warps and model.TURN % self.Br == model.TURN % self.Bc == 0
+
+    def stored_whole(self, recipe: Recipe) -> tuple[str, ...]:
+        """Captured tensors every element of whose gradients blocks store: warps that copy clear what nobody visits."""
+        stored = recipe.stored if self.spares_warps else ()
+        in_turn = (recipe.in_turn,) if recipe.in_turn is not None and self.takes_turns(recipe) else ()
+        return tuple(each.name for each in (*stored, *in_turn))
+
+
+@dataclass(frozen=True)
+class KeyWarps(Backward):
+    """Products of one warp (mma.sync); ``split`` warps share 16 keys, and P and dS go through shared memory."""
+
+    split: int = 1
+    s_columns: int = 0
+
+
+@dataclass(frozen=True)
+class SelfLoadingKeys(Backward):
+    """Warpgroups that copy for themselves, dO and dS in two stages as Q; see ``SelfLoading``."""
+
+    warpgroups = True
+    stages: int = 2
+    blocks: int = 1
+    s_columns: int = 0
+    tensor_copies: bool = False
+    persistent: bool = False
+    prefetches_next: bool = False
+
+
+@dataclass(frozen=True)
+class ProducerKeys(Backward):
+    """Warpgroups for which other warps copy, by tensor copies or async copies; dO and dS have two stages as Q.
+
+    ``pairs_staged``: by a warp that copies.
+    """
+
+    warpgroups = True
+    producers = 4
+    stages: int = 2
+    s_columns: int = 0
+    tensor_copies: bool = False
+    persistent: bool = False
+    pairs_staged: bool = False
+
+
+@dataclass(frozen=True)
+class OwnKeys(Backward):
+    """Two warpgroups with 64 keys each and half of the columns of dQ; other warps copy. dO and dS have one stage."""
+
+    warpgroups = tensor_copies = halves_dq = True
+    producers = 4
+    Br: int = 64
+    Bc: int = 128
+    warps: int = 8
+    stages: int = 2
+    dq_sent: int = 0
+
+    @property
+    def s_columns(self) -> int:
+        return self.Br // 2
+
+    @property
+    def works(self) -> bool:
+        return super().works and (self.Br, self.warps) == (64, 8)
+
+
+@dataclass(frozen=True)
+class SharedKeys(OwnKeys):
+    """Two warpgroups share 64 keys: each has half of the columns of dK, dV and dQ, and scores of half the queries.
+
+    Two blocks of a cluster have half of the columns each, and exchange what they sum up of S and dP.
+    """
+
+    split = 2
+    Bc: int = 64
+    cluster: int = 1
+
+    @property
+    def column_parts(self) -> int:
+        return self.cluster
+
+
+@dataclass(frozen=True)
+class SharedDq(OwnKeys):
+    """The same by each of two blocks, which have 64 keys and half of the columns of dQ each, and exchange dS."""
+
+    split = cluster = 2
+    divides_keys = True
 
 
 # -- dQ ----------------------------------------------------------------------------------------------------------------

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 from typing import TypeAlias, TypeVar
 
-from flashgen.targets.gpu.key_schedules import Backward, KeyWarps
-from flashgen.targets.gpu.schedules import DividedWarps, Forward, Queries, QueryWarps, Schedule, Warps
+from flashgen.targets.gpu.schedules import Backward, Forward, KeyWarps, Queries, QueryWarps, Schedule, Warps
 
 S = TypeVar("S", bound=Schedule)
 # Rows hold for head dimensions up to a number.
 Table: TypeAlias = tuple[tuple[int, tuple[S, ...]], ...]
-W, D, K, Q = Warps, DividedWarps, KeyWarps, QueryWarps
+W, K, Q = Warps, KeyWarps, QueryWarps
 WIDEST = 576  # head dimension that the tables reach
 
 
-def _four_share(Br: int, Bc: int, stages: int = 1) -> DividedWarps:
-    return D(Br, Bc, Br // 4, stages, split=4)
+def _four_share(Br: int, Bc: int, stages: int = 1) -> Warps:
+    return W(Br, Bc, Br // 4, stages, split=4)
 
 
 HALF_FORWARD: Table[Forward] = (
@@ -33,11 +32,11 @@ HALF_FORWARD: Table[Forward] = (
     (
         WIDEST,
         (
-            D(64, 64, 8, split=4),
-            D(64, 32, 8, split=2),
-            D(48, 16, 6, split=2),
-            D(32, 16, 4, split=2),
-            D(16, 16, 2, split=2),
+            W(64, 64, 8, split=4),
+            W(64, 32, 8, split=2),
+            W(48, 16, 6, split=2),
+            W(32, 16, 4, split=2),
+            W(16, 16, 2, split=2),
         ),
     ),
 )
@@ -46,7 +45,7 @@ HALF_FORWARD: Table[Forward] = (
 HALF_CACHED: Table[Forward] = (
     (
         128,
-        (W(64, 64, 4, 2, True), W(64, 32, 4, 2, True), W(64, 32, 4), D(32, 64, 4, 2, split=2), _four_share(16, 64, 2)),
+        (W(64, 64, 4, 2, True), W(64, 32, 4, 2, True), W(64, 32, 4), W(32, 64, 4, 2, split=2), _four_share(16, 64, 2)),
     ),
     (256, (W(64, 64, 4, 2), W(64, 32, 4, 2), W(64, 32, 4), W(32, 32, 2), W(16, 16, 1))),
     (WIDEST, (_four_share(64, 32, 2), _four_share(64, 32), _four_share(32, 32), _four_share(16, 16))),
@@ -98,21 +97,13 @@ HALF_QUERIES: Table[Queries] = (
     (128, (Q(128, 64, 8), Q(128, 32, 8), Q(64, 32, 4), Q(32, 32, 2))),
     (192, (Q(128, 32, 8), Q(64, 32, 4), Q(32, 32, 2), Q(32, 16, 2))),
     (256, (Q(64, 32, 4), Q(32, 32, 2), Q(32, 16, 2))),
-    (
-        WIDEST,
-        (
-            Q(64, 32, 8, split=2),
-            Q(32, 32, 4, split=2),
-            Q(32, 16, 4, split=2),
-            Q(16, 16, 2, split=2),
-        ),
-    ),
+    (WIDEST, (Q(64, 32, 8, split=2), Q(32, 32, 4, split=2), Q(32, 16, 4, split=2), Q(16, 16, 2, split=2))),
 )
 SINGLE_FORWARD: Table[Forward] = (
     (64, (W(64, 64, 4), W(64, 32, 4), W(32, 32, 2))),
     (128, (W(64, 32, 4), W(32, 32, 2), W(16, 16, 1))),
     (256, (W(64, 32, 4), W(64, 16, 4), W(32, 16, 2), W(16, 16, 1))),
-    (WIDEST, (D(32, 32, 4, split=2), D(32, 16, 4, split=2), D(16, 16, 2, split=2))),
+    (WIDEST, (W(32, 32, 4, split=2), W(32, 16, 4, split=2), W(16, 16, 2, split=2))),
 )
 SINGLE_BACKWARD: Table[Backward] = (
     (64, (K(32, 64, 4), K(32, 32, 2), K(16, 16, 1))),

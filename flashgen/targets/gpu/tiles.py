@@ -8,18 +8,22 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from flashgen.ir.types import ElementType
 from flashgen.kinds.kind import PassName
 from flashgen.plan.plan import Plan, Tiles
-from flashgen.targets.gpu.key_schedules import KeyWarps, OwnKeys, ProducerKeys, SelfLoadingKeys, SharedDq, SharedKeys
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.schedules import (
     ByBlocks,
     DividedWarpgroups,
-    DividedWarps,
+    KeyWarps,
+    OwnKeys,
     PingPong,
+    ProducerKeys,
     Producers,
     QueryWarpgroups,
     QueryWarps,
     Schedule,
     SelfLoading,
+    SelfLoadingKeys,
+    SharedDq,
+    SharedKeys,
     Warps,
 )
 
@@ -33,7 +37,7 @@ class ElementPlan:
     """The tiles of every pass for one element type of q, k, v and o."""
 
     element: ElementType
-    forward: Warps | DividedWarps | ByBlocks | SelfLoading | Producers | PingPong | DividedWarpgroups
+    forward: Warps | ByBlocks | SelfLoading | Producers | PingPong | DividedWarpgroups
     backward: KeyWarps | SelfLoadingKeys | ProducerKeys | OwnKeys | SharedKeys | SharedDq
     queries: QueryWarps | QueryWarpgroups
 

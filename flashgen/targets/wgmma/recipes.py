@@ -14,14 +14,6 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.recipe import FORCED, Decision, Rule
 from flashgen.targets.gpu.ahead import element_of
 from flashgen.targets.gpu.architecture import Architecture
-from flashgen.targets.gpu.key_schedules import (
-    Backward,
-    OwnKeys,
-    ProducerKeys,
-    SelfLoadingKeys,
-    SharedDq,
-    SharedKeys,
-)
 from flashgen.targets.gpu.layouts import forward_layout
 from flashgen.targets.gpu.lengths import has_long_rows, has_whole_rows, keeps_as_far_as
 from flashgen.targets.gpu.model import BESIDE_SUMS, FINDING_IN_RANGES, MOST_COLUMNS, carries_marks, padded
@@ -29,14 +21,20 @@ from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.recipes import WARPS, Candidate, Considered, Recipes, alike, divided, rows_for
 from flashgen.targets.gpu.rules import LONG_TILES, SUMS_TELL
 from flashgen.targets.gpu.schedules import (
+    Backward,
     ByBlocks,
     DividedWarpgroups,
     Forward,
+    OwnKeys,
     PingPong,
+    ProducerKeys,
     Producers,
     Queries,
     Schedule,
     SelfLoading,
+    SelfLoadingKeys,
+    SharedDq,
+    SharedKeys,
 )
 from flashgen.targets.wgmma import rules, tables
 

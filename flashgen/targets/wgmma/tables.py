@@ -17,25 +17,24 @@ nothing masked, 8k: D 192/128 128 × 112: 549 and 697, 128 × 80: 538 and 633, 1
 
 from __future__ import annotations
 
-from flashgen.targets.gpu.key_schedules import (
-    Backward,
-    OwnKeys,
-    ProducerKeys,
-    SelfLoadingKeys,
-    SharedDq,
-    SharedKeys,
-)
 from flashgen.targets.gpu.schedules import (
+    Backward,
     DividedWarpgroups,
     Forward,
+    OwnKeys,
     PingPong,
+    ProducerKeys,
     Producers,
     Queries,
     QueryWarpgroups,
     SelfLoading,
+    SelfLoadingKeys,
+    SharedDq,
+    SharedKeys,
 )
 from flashgen.targets.gpu.tables import WIDEST, WIDEST_JVP, Table
 
+S, P = SelfLoading, Producers
 # Two warpgroups share 64 rows: each has half of O's columns, and scores of half a tile's keys, or of whole tiles in
 # turns. An H200 at 512, causal and nothing masked: 332 and 326 TFLOP/s, in turns 508 and 513.
 _DIVIDED = DividedWarpgroups(64, 64, 8)
@@ -45,59 +44,50 @@ HOPPER_FORWARD: Table[Forward] = (
     (
         64,
         (
-            SelfLoading(64, 128, 4, blocks=3),
-            SelfLoading(64, 112, 4, blocks=3),
-            Producers(192, 128, 12),
-            Producers(192, 96, 12),
-            Producers(128, 128, 8),
-            Producers(128, 64, 8),
+            S(64, 128, 4, blocks=3),
+            S(64, 112, 4, blocks=3),
+            P(192, 128, 12),
+            P(192, 96, 12),
+            P(128, 128, 8),
+            P(128, 64, 8),
         ),
     ),
-    (128, (Producers(128, 128, 8), Producers(128, 64, 8), SelfLoading(64, 64, 4, blocks=2))),
-    (192, (Producers(128, 112, 8), Producers(128, 80, 8), Producers(128, 48, 8))),
-    (256, (Producers(128, 64, 8), Producers(128, 48, 8))),
-    (320, (Producers(128, 48, 8), _DIVIDED)),
+    (128, (P(128, 128, 8), P(128, 64, 8), S(64, 64, 4, blocks=2))),
+    (192, (P(128, 112, 8), P(128, 80, 8), P(128, 48, 8))),
+    (256, (P(128, 64, 8), P(128, 48, 8))),
+    (320, (P(128, 48, 8), _DIVIDED)),
     (WIDEST, (PingPong(128, 64, 8, cluster=2), _PING_PONG, _DIVIDED)),
 )
 # Forward mode has the sums of O twice, and of scores, too. Where rows are no whole numbers of 16 bytes all copy.
-_JVP_ALONE = (SelfLoading(128, 64, 8), SelfLoading(128, 32, 8))
+_JVP_ALONE = (S(128, 64, 8), S(128, 32, 8))
 HOPPER_JVP: Table[Forward] = (
-    (64, (Producers(128, 112, 8), Producers(128, 96, 8), Producers(128, 64, 8), *_JVP_ALONE)),
-    (WIDEST_JVP, (Producers(128, 64, 8), Producers(128, 32, 8), *_JVP_ALONE)),
+    (64, (P(128, 112, 8), P(128, 96, 8), P(128, 64, 8), *_JVP_ALONE)),
+    (WIDEST_JVP, (P(128, 64, 8), P(128, 32, 8), *_JVP_ALONE)),
 )
 # The same where the mask relates no queries to keys, so that every row has all tiles.
 HOPPER_WHOLE_FORWARD: Table[Forward] = (
-    (64, (Producers(192, 128, 12), *HOPPER_FORWARD[0][1])),
-    (128, (Producers(128, 160, 8), *HOPPER_FORWARD[1][1])),
+    (64, (P(192, 128, 12), *HOPPER_FORWARD[0][1])),
+    (128, (P(128, 160, 8), *HOPPER_FORWARD[1][1])),
     *HOPPER_FORWARD[2:],
 )
 # The same where masks leave rows of tiles short.
 HOPPER_SHORT_FORWARD: Table[Forward] = (
-    (
-        64,
-        (
-            SelfLoading(64, 64, 4, blocks=4),
-            SelfLoading(64, 64, 4, blocks=3),
-            Producers(128, 128, 8),
-            Producers(128, 64, 8),
-        ),
-    ),
+    (64, (S(64, 64, 4, blocks=4), S(64, 64, 4, blocks=3), P(128, 128, 8), P(128, 64, 8))),
     *HOPPER_FORWARD[1:],
 )
 # The same where they are drawn in blocks smaller than a wide tile.
 HOPPER_BLOCK_FORWARD: Table[Forward] = (
     HOPPER_SHORT_FORWARD[0],
-    (128, (SelfLoading(64, 64, 4, blocks=2), SelfLoading(64, 48, 4, blocks=3), Producers(128, 64, 8))),
-    (192, (Producers(128, 80, 8), Producers(128, 48, 8))),
+    (128, (S(64, 64, 4, blocks=2), S(64, 48, 4, blocks=3), P(128, 64, 8))),
+    (192, (P(128, 80, 8), P(128, 48, 8))),
     *HOPPER_SHORT_FORWARD[3:],
 )
 # Of 8 bits. What a step waits for is a smaller share of a wide one, and products of it read Q less often.
 # Sums take 32 KiB of shared memory at D 128, 64 at D 256.
 HOPPER_F8_FORWARD: Table[Forward] = (
-    (64, (Producers(192, 160, 12), Producers(128, 128, 8), Producers(128, 64, 8))),
-    (128, (Producers(128, 224, 8), Producers(128, 128, 8), Producers(128, 64, 8))),
-    (256, (Producers(128, 96, 8), Producers(128, 64, 8), Producers(128, 32, 8))),
-    (WIDEST, ()),
+    (64, (P(192, 160, 12), P(128, 128, 8), P(128, 64, 8))),
+    (128, (P(128, 224, 8), P(128, 128, 8), P(128, 64, 8))),
+    (256, (P(128, 96, 8), P(128, 64, 8), P(128, 32, 8))),
 )
 # dK and dV of a head dimension above 320 leave no registers for S and dP of 64 keys, whoever of a block shares them,
 # above 256 few.
@@ -122,15 +112,7 @@ HOPPER_BLOCK_BACKWARD: Table[Backward] = (
     (128, (SelfLoadingKeys(64, 64, 4, blocks=2), ProducerKeys(64, 128, 8))),
     *HOPPER_SHORT_BACKWARD[2:],
 )
-HOPPER_QUERIES: Table[Queries] = (
-    (128, (QueryWarpgroups(128, 64, 8),)),
-    (256, ()),
-    (WIDEST, ()),
-)
+HOPPER_QUERIES: Table[Queries] = ((128, (QueryWarpgroups(128, 64, 8),)), (256, ()), (WIDEST, ()))
 # Where masks are drawn in small blocks: a tile of two of them visits what either keeps. Random blocks of 64 at D 64,
 # 8 of 128 kept: 0.57 ms of 3.36 by the tile of 128 rows; all kept: 6.5 of 8.5.
-HOPPER_BLOCK_QUERIES: Table[Queries] = (
-    (128, (QueryWarpgroups(64, 64, 4),)),
-    (256, ()),
-    (WIDEST, ()),
-)
+HOPPER_BLOCK_QUERIES: Table[Queries] = ((128, (QueryWarpgroups(64, 64, 4),)), (256, ()), (WIDEST, ()))

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from flashgen.ir.types import ElementType
-from flashgen.targets.gpu.key_schedules import Backward
 from flashgen.targets.gpu.last_keys import LEAST_PART, MOST_PARTS, MOST_UNITS, PART_OVERHEAD, shares_last
 from flashgen.targets.gpu.layout import Printed, printed
 from flashgen.targets.gpu.layouts import backward_layout, forward_layout, query_layout
@@ -26,8 +26,13 @@ from flashgen.targets.gpu.model import (
     spans_of_half,
 )
 from flashgen.targets.gpu.primitives import C_TYPES, WarpgroupProducts
-from flashgen.targets.gpu.schedules import Forward, Schedule
+from flashgen.targets.gpu.schedules import Backward, Forward, Schedule
 from flashgen.targets.gpu.tiles import GpuPlan
+
+# What templates ask of a schedule: of every one, forward, and of dK and dV.
+_OF_SCHEDULES = ("warps", "stages", "split", "s_columns", "warpgroups", "producers", "blocks", "threads")
+_OF_FORWARD = ("cluster", "tensor_copies", "pairs_staged", "q_in_registers", "overlaps_next", "q_places")
+_OF_BACKWARD = ("cluster", "tensor_copies", "pairs_staged", "dq_sent", "persistent")
 
 
 @dataclass(frozen=True)
@@ -96,13 +101,8 @@ class QueryCode:
 
 def forward_code(plan: GpuPlan) -> ForwardCode:
     """The forward pass."""
-    recipe, variant, of_warpgroups = plan.recipe, plan.recipe.variant, has_warpgroups(plan)
-    element, tiles = plan.own.element, plan.own.forward
-    more = {"q_in_registers": int(tiles.q_in_registers)}
-    more |= _role_constants(tiles) if of_warpgroups else {}
-    more |= {"overlaps_next": 1, "q_places": tiles.q_places} if tiles.overlaps_next else {}
-    more |= {"pairs_staged": 1} if tiles.pairs_staged else {}
-    more |= {"cluster": tiles.cluster} if tiles.cluster > 1 else {}
+    recipe, variant = plan.recipe, plan.recipe.variant
+    element, tiles, more = plan.own.element, plan.own.forward, dict[str, int]()
     if variant.kind.cached:
         more |= {"merging_warps": tiles.merging_warps(variant), "shares": tiles.merging_shares(variant)}
         more |= {"merging_threads": MERGING_THREADS, "merged_weights": MERGED_WEIGHTS}
@@ -115,9 +115,7 @@ def forward_code(plan: GpuPlan) -> ForwardCode:
     layouts = {C_TYPES[element]: forward_layout(recipe, element, tiles)}
     return ForwardCode(
         tiles=tiles,
-        constants=Constants(
-            "ForwardPlan", "The plan of the forward pass.", _constants(tiles, more, of_warpgroups=of_warpgroups)
-        ),
+        constants=Constants("ForwardPlan", "The plan of the forward pass.", _constants(tiles, _OF_FORWARD, more)),
         memory=printed("ForwardMemory", "Where blocks of the forward pass have what, in bytes.", "class T", layouts),
         shows_columns=bool(recipe.observed_columns) and tiles.tensor_copies,
         wide=wide,
@@ -131,26 +129,19 @@ def forward_code(plan: GpuPlan) -> ForwardCode:
 
 def backward_code(plan: GpuPlan) -> BackwardCode:
     """The pass of dK and dV."""
-    recipe, of_warpgroups = plan.recipe, has_warpgroups(plan)
-    element, tiles = plan.own.element, plan.own.backward
+    recipe, element, tiles = plan.recipe, plan.own.element, plan.own.backward
     layouts = {
         f"{C_TYPES[element]}, {str(atomic).lower()}": backward_layout(recipe, element, tiles, with_dq=atomic)
         for atomic in ((True, False) if recipe.one_pass else (False,))
     }
-    more = {"split": tiles.split, "s_columns": tiles.s_columns}
-    more |= {"dq_sent": tiles.dq_sent} if tiles.halves_dq else {}
-    more |= {"cluster": tiles.cluster} if tiles.cluster > 1 else {}
-    if of_warpgroups:
-        groups = _dq_column_groups(plan, tiles)
-        more |= {**_role_constants(tiles), "dq_column_groups": groups, "persistent": int(tiles.persistent)}
-    more |= {"pairs_staged": 1} if tiles.pairs_staged else {}
-    more |= {"stores_whole": int(bool(tiles.stored_whole(recipe)))} if recipe.stored or recipe.in_turn else {}
-    more |= {"takes_turns": int(tiles.takes_turns(recipe))} if recipe.in_turn is not None else {}
+    more = {
+        "dq_column_groups": _dq_column_groups(plan, tiles),
+        "stores_whole": bool(tiles.stored_whole(recipe)),
+        "takes_turns": tiles.takes_turns(recipe),
+    }
     return BackwardCode(
         tiles=tiles,
-        constants=Constants(
-            "BackwardPlan", "The plan of dK and dV.", _constants(tiles, more, of_warpgroups=of_warpgroups)
-        ),
+        constants=Constants("BackwardPlan", "The plan of dK and dV.", _constants(tiles, _OF_BACKWARD, more)),
         memory=printed("BackwardMemory", "The same for dK and dV.", "class T, bool atomic", layouts),
         row_words=row_words(recipe).places("RowWords"),
         persistent=recipe.one_pass and tiles.persistent,
@@ -167,11 +158,7 @@ def query_code(plan: GpuPlan) -> QueryCode:
     element, tiles = plan.own.element, plan.own.queries
     layouts = {C_TYPES[element]: query_layout(plan.recipe, element, tiles)}
     return QueryCode(
-        Constants(
-            "QueryPlan",
-            "The plan of dQ, where it has a kernel of its own.",
-            _constants(tiles, {}, of_warpgroups=has_warpgroups(plan)),
-        ),
+        Constants("QueryPlan", "The plan of dQ, where it has a kernel of its own.", _constants(tiles)),
         printed("QueryMemory", "Where the kernel of dQ has what, in bytes of shared memory.", "class T", layouts),
     )
 
@@ -221,18 +208,10 @@ def _dq_column_groups(plan: GpuPlan, tiles: Backward) -> int:
     return dq_column_groups(padded(plan.recipe.variant.head_dim.qk), tiles.Br, tiles.warps, plan.own.element)
 
 
-def _constants(tiles: Schedule, more: Mapping[str, int], *, of_warpgroups: bool) -> tuple[tuple[str, str], ...]:
-    shared = {"BR": tiles.Br, "BC": tiles.Bc, "warps": tiles.warps, "stages": tiles.stages, **more}
-    shared |= {"warpgroups": int(tiles.warpgroups)} if of_warpgroups else {}
-    if tiles.split > 1:
-        shared |= {"split": tiles.split, "s_columns": tiles.s_columns}
-    return tuple((name, str(value)) for name, value in shared.items())
-
-
-def _role_constants(tiles: Schedule) -> dict[str, int]:
-    """Who copies, and how, how many blocks share the registers, and how many those who copy have and the others get."""
-    roles = {"producers": tiles.producers, "blocks": tiles.blocks}
-    if tiles.producers:
-        multiplying, copying = tiles.registers
-        roles |= {"producer_registers": copying, "registers": multiplying}
-    return roles | {"tensor_copies": int(tiles.tensor_copies)}
+def _constants(
+    tiles: Schedule, names: tuple[str, ...] = (), more: Mapping[str, int] = MappingProxyType({})
+) -> tuple[tuple[str, str], ...]:
+    own = {name: getattr(tiles, name) for name in (*_OF_SCHEDULES, *names)}
+    multiplying, copying = tiles.registers
+    values = {"BR": tiles.Br, "BC": tiles.Bc, **own, "registers": multiplying, "producer_registers": copying, **more}
+    return tuple((name, str(int(value))) for name, value in values.items())
