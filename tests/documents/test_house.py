@@ -17,10 +17,10 @@ import pytest
 from tests.conftest import ROOT
 
 BUDGET = {
-    "lines of the package": 58_319,
-    "lines of templates": 24_283,
-    "Jinja statements": 1_835,
-    "lines of generated packages": 12_969,
+    "lines of the package": 58_305,
+    "lines of templates": 24_269,
+    "Jinja statements": 1_828,
+    "lines of generated packages": 12_894,
     "calls of decide": 1,
     "modules at the top level": 3,
     "lines of the longest module": 450,

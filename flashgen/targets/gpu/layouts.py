@@ -205,9 +205,7 @@ def backward_layout(recipe: Recipe, element: ElementType, tiles: Backward, *, wi
         Part("TURN", "turns", turns * more * WORD, "takes_turns * more_stages * 4"),
         _signals("SIGNALS", copies * (3 if has_producers else 2) * more, "P::tensor_copies * Signals::bytes"),
         _signals("Q_SIGNALS", halves * 2 * stages, "P::tensor_copies * QSignals::bytes"),
-        _signals(
-            "EXCHANGE_SIGNALS", exchanged * tiles.warps, "(P::cluster > 1) * 2 * P::warps * int(sizeof(uint64_t))"
-        ),
+        _signals("EXCHANGE_SIGNALS", exchanged * tiles.warps, "2 * P::warps * int(sizeof(uint64_t))"),
         _signals("DS_SIGNALS", theirs * 2, "shares_dq * 2 * int(sizeof(uint64_t))"),
         _signals("PAIR_SIGNALS", 2 * (staged > 0), "(P::pairs_staged && atomic) * PairSignals::bytes"),
     )

@@ -8,7 +8,7 @@ which every GPU has; a family of more puts its own before them (``Recipes``).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeAlias
 
@@ -219,24 +219,15 @@ def candidates(
     name: str, recipe: Recipe, element: ElementType, on: Architecture, recipes: Recipes = WARPS
 ) -> list[Candidate[Any]]:
     """Those of a pass, or of ``queries``, of which the schedule pins nothing; none where no row has what it pins."""
-    schedule = recipe.variant.spec.schedule
-    considered: Considered[Any]
-    match name:
-        case "forward":
-            considered = recipes.forward(recipe, element, on)
-            pins = (schedule.Br, schedule.Bc, schedule.warps, schedule.stages)
-        case "backward":
-            considered = recipes.backward(recipe, element, on)
-            pins = (schedule.backward_Br, schedule.backward_Bc, schedule.backward_warps, schedule.backward_stages)
-        case _:
-            considered, pins = recipes.queries(recipe, element, on), (None,) * 4
-    why: tuple[Decision, ...]
-    if pins == (None,) * 4:
-        why = tuple(Decision.by("tiles", rule.name, rule) for rule in considered.rules)
-    else:
+    considered: Considered[Any] = getattr(recipes, name)(recipe, element, on)
+    before = {"forward": "", "backward": "backward_"}.get(name)
+    wanted = () if before is None else ("Br", "Bc", "warps", "stages")
+    pins = {each: getattr(recipe.variant.spec.schedule, f"{before}{each}") for each in wanted}
+    pins = {each: pin for each, pin in pins.items() if pin is not None}
+    why = tuple(Decision.by("tiles", rule.name, rule) for rule in considered.rules)
+    if pins:
         why = (Decision("tiles", "the spec's", "the schedule pins them", FORCED),)
-    every: list[Any] = considered.rows
-    rows = _pinned(every, *pins)
+    rows = _pinned(considered.rows, pins) if pins else considered.rows
     found = (recipes.complete(recipe, element, row, on) for row in rows if _copies_rows(recipe.variant, element, row))
     return [Candidate(each.row, (*each.decisions, *why)) for each in found]
 
@@ -251,13 +242,8 @@ def _copies_rows(variant: Variant, element: ElementType, row: Schedule) -> bool:
     return all(threads % (1 << (min(count, threads) - 1).bit_length()) == 0 for count in chunks)
 
 
-def _pinned(
-    rows: list[Schedule], Br: int | None, Bc: int | None, warps: int | None, stages: int | None
-) -> list[Schedule]:
+def _pinned(rows: list[Schedule], pins: Mapping[str, int]) -> list[Schedule]:
     """The candidates with what the schedule pins; warps follow the tile where they are left free."""
-    pins = {name: pin for name, pin in (("Br", Br), ("Bc", Bc), ("warps", warps), ("stages", stages)) if pin}
-    if not pins:
-        return rows
     found: dict[Schedule, None] = {}
 
     def distance(row: Schedule) -> tuple[bool, int]:
@@ -265,9 +251,9 @@ def _pinned(
         return not row.warpgroups, sum(pin != getattr(row, name) for name, pin in pins.items())
 
     for row in sorted(rows, key=distance):
-        tile = replace(row, Br=Br or row.Br, Bc=Bc or row.Bc, stages=stages or row.stages)
-        counts = [warps] if warps else sorted({row.warps, *range(1, MOST_WARPS + 1)}, key=lambda n: abs(n - row.warps))
-        tiles = (_alone(replace(tile, warps=count)) for count in counts)
+        counts = sorted({row.warps, *range(1, MOST_WARPS + 1)}, key=lambda n: abs(n - row.warps))
+        every: Any = ({"warps": count, **pins} for count in counts)
+        tiles = (_alone(replace(row, **each)) for each in every)
         found |= dict.fromkeys(itertools.islice((each for each in tiles if each.works), 1))
     return list(found)
 

@@ -9,6 +9,7 @@ fields that follow from a variant.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from flashgen.analysis.selection import selected
 from flashgen.analysis.variant import Variant
@@ -19,7 +20,6 @@ from flashgen.targets.gpu.model import padded
 from flashgen.targets.gpu.recipe import Recipe
 
 MOST_WARPS = 16  # that multiply, of a block or of the blocks of a multiprocessor
-_MOST_STREAMED = 256  # rows of a tile that warpgroups stream
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Schedule(Tiles):
         return 0 if self.warpgroups else 2 + (self.split > 1)
 
     def accumulators(self, variant: Variant, element: ElementType) -> int:
-        """Registers of a thread for what a kernel adds up, S of its tile, and query rows that stay."""
+        """Registers of a thread for what a kernel adds up, S of its tile (and dP), their tangents, Q where it stays."""
         raise NotImplementedError
 
     @property
@@ -109,7 +109,7 @@ class Schedule(Tiles):
         divides = whole and (self.streamed % parts == 0 or self.streamed < parts)
         if not self.warpgroups:
             return divides
-        streams = (self.stages == 2 or self.split > 1) and self.streamed <= _MOST_STREAMED
+        streams = (self.stages == 2 or self.split > 1) and self.streamed <= 256
         groups = self.rows == sixteens and self.warps % (4 * self.split) == 0
         return divides and streams and groups and (self.blocks == 1 or self.blocks * self.warps <= MOST_WARPS)
 
@@ -141,7 +141,6 @@ class Forward(Schedule):
 
     def accumulators(self, variant: Variant, element: ElementType) -> int:
         rows, pairs = self.rows, self.rows * self.Bc
-        # O, S, and their tangents.
         numbers = rows * padded(variant.head_dim.v) + max(pairs, rows * self.s_columns * self.split)
         numbers *= 1 if variant.tangent is None else 2
         numbers += self.q_in_registers * rows * padded(variant.head_dim.qk) * element.bytes // 4
@@ -179,10 +178,7 @@ class Forward(Schedule):
 
 @dataclass(frozen=True)
 class Warps(Forward):
-    """Products of one warp (mma.sync); ``split`` warps share rows, each with its part of O's columns and of the scores.
-
-    Then P goes through shared memory.
-    """
+    """Products of one warp (mma.sync). ``split`` warps share rows, O's columns and scores; P goes through memory."""
 
     q_in_registers: bool = False
     split: int = 1
@@ -312,7 +308,6 @@ class Backward(Schedule):
         D, Dv = padded(variant.head_dim.qk), padded(variant.head_dim.v)
         at_a_time, pairs = self.s_columns * self.split * self.rows, self.Br * self.rows
         pairs = at_a_time if self.halves_dq else max(pairs, at_a_time)  # warps that weigh none have room, too
-        # dK, dV, S and dP.
         numbers = self.rows * (D + Dv) // self.column_parts + 2 * pairs
         numbers += 2 * pairs if element is ElementType.F32 else 0  # what is lost of P and dS in TF32
         numbers += 0 if variant.tangent is None else 2 * pairs  # what both change by
@@ -429,7 +424,6 @@ class Queries(Schedule):
 
     def accumulators(self, variant: Variant, element: ElementType) -> int:  # noqa: ARG002 - as of the others
         at_a_time = max(self.Br * self.Bc, self.Br * self.s_columns * self.split)
-        # dQ, S and dP.
         return -(-(self.Br * padded(variant.head_dim.qk) + 2 * at_a_time) // (32 * self.warps))
 
 
@@ -447,3 +441,9 @@ class QueryWarpgroups(Queries):
 
     warpgroups = True
     stages: int = 2
+
+
+# What manifests are read as.
+AnyForward: TypeAlias = Warps | ByBlocks | SelfLoading | Producers | PingPong | DividedWarpgroups
+AnyBackward: TypeAlias = KeyWarps | SelfLoadingKeys | ProducerKeys | OwnKeys | SharedKeys | SharedDq
+AnyQueries: TypeAlias = QueryWarps | QueryWarpgroups

@@ -9,23 +9,7 @@ from flashgen.ir.types import ElementType
 from flashgen.kinds.kind import PassName
 from flashgen.plan.plan import Plan, Tiles
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.schedules import (
-    ByBlocks,
-    DividedWarpgroups,
-    KeyWarps,
-    OwnKeys,
-    PingPong,
-    ProducerKeys,
-    Producers,
-    QueryWarpgroups,
-    QueryWarps,
-    Schedule,
-    SelfLoading,
-    SelfLoadingKeys,
-    SharedDq,
-    SharedKeys,
-    Warps,
-)
+from flashgen.targets.gpu.schedules import AnyBackward, AnyForward, AnyQueries, Schedule
 
 # What reasons and rejections call the tiles of a pass, and which of them a kernel goes through.
 TILES_OF: Mapping[PassName, tuple[str, ...]] = {"forward": ("forward",), "backward": ("backward", "queries")}
@@ -37,9 +21,9 @@ class ElementPlan:
     """The tiles of every pass for one element type of q, k, v and o."""
 
     element: ElementType
-    forward: Warps | ByBlocks | SelfLoading | Producers | PingPong | DividedWarpgroups
-    backward: KeyWarps | SelfLoadingKeys | ProducerKeys | OwnKeys | SharedKeys | SharedDq
-    queries: QueryWarps | QueryWarpgroups
+    forward: AnyForward
+    backward: AnyBackward
+    queries: AnyQueries
 
     @property
     def passes(self) -> Mapping[str, Schedule]:

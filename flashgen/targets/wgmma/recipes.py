@@ -49,9 +49,8 @@ def forward(recipe: Recipe, element: ElementType, on: Architecture) -> Considere
     if variant.kind.f8:
         return Considered(rows_for(variant, tables.HOPPER_F8_FORWARD), (rules.EIGHT_BITS,))
     others = WARPS.forward(recipe, element, on)
-    if (
-        element is ElementType.F32 or variant.kind.cached or variant.kind.backward_only
-    ):  # few rows: a warpgroup has 64 at least
+    few = variant.kind.cached or variant.kind.backward_only  # rows: a warpgroup has 64 at least
+    if few or element is ElementType.F32:
         return others
     if variant.listed is not None:
         by_blocks = [ByBlocks(row.Br, row.Bc, row.warps, warpgroups=True, blocks=2) for row in others.rows]
@@ -199,9 +198,7 @@ def _key_tiles(
     reads = reads if recipe.ahead is not None and recipe.weights_first else []
     whole = _weighs_whole(recipe, element, row) and row.weighs_whole  # of a row that is pinned perhaps no more
     s_columns = row.Br if whole else rules.WEIGHED_AT_A_TIME.limit if few else min(row.Br, 64)
-    at_a_time = Decision.by(
-        "queries at a time", str(s_columns), rules.WHOLE_TILES if whole else rules.WEIGHED_AT_A_TIME
-    )
+    why = rules.WHOLE_TILES if whole else rules.WEIGHED_AT_A_TIME
     overlap = [Decision.by("overlap", "dQ of the step before", rules.OVERLAP_BACKWARD)]
     own = replace(row, tensor_copies=copies, persistent=persistent, s_columns=s_columns)
     if isinstance(own, SelfLoadingKeys):
@@ -210,6 +207,7 @@ def _key_tiles(
     elif own.pairs_staged:  # a pinned tile may leave no warp for it
         own = replace(own, pairs_staged=_has_copiers_of_pairs(recipe, element, own))
         reads += [Decision.by("staging of pairs", "by warps that copy", rules.STAGED_PAIRS)] * own.pairs_staged
+    at_a_time = Decision.by("queries at a time", str(s_columns), why)
     return own, (order, *overlap, _kept(recipe), at_a_time, *reads, *_turns(recipe, own))
 
 
