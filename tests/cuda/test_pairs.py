@@ -22,7 +22,6 @@ from flashgen.ir.types import ElementType
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.plan.arguments import stored_tensors
 from flashgen.targets.gpu.launches import MOST_IN_TURN
-from flashgen.targets.gpu.model import takes_turns
 from flashgen.targets.gpu.recipe import decide
 from flashgen.targets.gpu.score import SMALL
 from flashgen.targets.registry import GPUS
@@ -357,8 +356,8 @@ def test_which_gradients_batch_entries_take_turns_at(body: str, *, takes: bool) 
     variant = variant_of(f"attention turns {{ dtype bf16  {body} }}")
     plan = GPUS["sm_90a"].plan(variant)
     assert (plan.recipe.in_turn is not None) is takes
-    assert takes_turns(plan.recipe, plan.by_element[ElementType.BF16].backward) is takes
-    assert not any(takes_turns(plan.recipe, each.backward) for each in GPUS["sm_80"].plan(variant).elements)
+    assert plan.by_element[ElementType.BF16].backward.takes_turns(plan.recipe) is takes
+    assert not any(each.backward.takes_turns(plan.recipe) for each in GPUS["sm_80"].plan(variant).elements)
 
 
 def emulated_op(spec: AttentionSpec, kernel: EmulatedKernel) -> AttentionOp:

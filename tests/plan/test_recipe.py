@@ -19,8 +19,9 @@ from flashgen.plan.recipe import Decision, Rule, gathered
 from flashgen.store.headers import shipped_header
 from flashgen.targets.gpu import rules as gpu_rules
 from flashgen.targets.gpu.recipe import Lists, decide
+from flashgen.targets.gpu.schedules import Backward, Forward
 from flashgen.targets.gpu.score import MOST_LSE, Extremes, Product, Weighing
-from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan
+from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.wgmma import rules as wgmma_rules
 from tests.cli.helpers import flashgen
 
@@ -67,13 +68,13 @@ def test_plans_are_of_their_recipes(specs: Path, name: str, target: str) -> None
         for title, tiles in plan.passes.items():
             said = {each.question: each.choice for each in plan.decided(title)}
             assert ("wgmma" in said["products"]) == tiles.warpgroups  # type: ignore[attr-defined]
-            if not isinstance(tiles, ForwardTiles | BackwardTiles):
+            if not isinstance(tiles, Forward | Backward):
                 continue
-            persistent = tiles.tensor_copies if isinstance(tiles, ForwardTiles) else tiles.persistent
+            persistent = tiles.tensor_copies if isinstance(tiles, Forward) else tiles.persistent
             assert (said["staging"] == "tensor copies") == tiles.tensor_copies
             assert ("producer" in said["roles"]) == (tiles.producers > 0)
             assert (said["tile order"] == "persistent") == persistent
-            assert ("prologue" in said) == tiles.begins_next
+            assert ("prologue" in said) == (tiles.prefetches_next or getattr(tiles, "overlaps_next", False))
 
 
 def test_what_is_decided_of_well_known_masks(specs: Path) -> None:

@@ -43,7 +43,8 @@ from flashgen.targets.device_table import known_devices, product_of
 from flashgen.targets.gpu import cost as gpu_cost
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.recipe import decide
-from flashgen.targets.gpu.tiles import BackwardTiles, ElementPlan, ForwardTiles, GpuPlan
+from flashgen.targets.gpu.schedules import Backward, Forward
+from flashgen.targets.gpu.tiles import ElementPlan, GpuPlan
 from flashgen.targets.registry import GPUS
 from flashgen.toolchains.cpp import compile_sources
 from flashgen.tuning.timing import paired_times
@@ -275,7 +276,7 @@ def _call(ready: Ready, name: str, shape: Shape, head_dim: int, *, on_gpu: bool)
 
 def _describe(tiles: Tiles) -> str:
     text = f"{tiles.Br} × {tiles.Bc}"
-    if isinstance(tiles, ForwardTiles | BackwardTiles):
+    if isinstance(tiles, Forward | Backward):
         text += f", {tiles.warps} warps{' in groups' if tiles.warpgroups else ''}, {tiles.stages} stages"
         text += f", {tiles.producers} warps that copy" if tiles.producers else ""
     return text

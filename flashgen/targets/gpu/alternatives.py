@@ -22,7 +22,7 @@ from flashgen.targets.gpu.cost import pass_time
 from flashgen.targets.gpu.plan import plan_gpu
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.tiles import ElementPlan, multiplying, staged
+from flashgen.targets.gpu.tiles import ElementPlan
 
 GPU_ROWS, GPU_COLUMNS, GPU_WARPS = (64, 128, 192), (32, 64, 96, 128), (4, 8, 12)
 
@@ -64,7 +64,7 @@ def gpu_runners_up(recipe: Recipe, tiles: ElementPlan, gpu: Gpu, shape: Shape, n
     found = []
     for other in others[:MOST]:
         tile = other.passes[name]
-        what = f"{multiplying(tile)}, {staged(tile)}, {tile.sram_bytes / 1024:.0f} KiB"
+        what = f"{tile.multipliers}, {tile.staged}, {tile.sram_bytes / 1024:.0f} KiB"
         found.append(runner_up(tile, what, pass_time(recipe, other, gpu, shape, name), chosen))
     return tuple(sorted(found, key=lambda each: each.seconds))
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.plan.plan import CallKind, Spill
 from flashgen.targets.gpu.registers import harmless_spill
-from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
-from flashgen.targets.gpu.tiles import OF_KERNEL, AnyTiles, GpuPlan
+from flashgen.targets.gpu.tiles import OF_KERNEL, GpuPlan
 from flashgen.toolchains.nvrtc import CudaBinary, Resources
 from flashgen.toolchains.nvrtc_processes import compile_cuda_parts
 
@@ -76,10 +75,4 @@ def spills_of(plan: GpuPlan, kernels: tuple[Resources, ...]) -> Iterator[Spill]:
         name = kernel.name.removeprefix(f"{plan.symbol}_").partition("_")[0]
         tiles = plan.own.of_kernel(name)
         if tiles is not None and kernel.spill_bytes > harmless_spill(tiles):
-            yield Spill(plan.own.element, OF_KERNEL[name], _choice(tiles), kernel.spill_bytes)
-
-
-def _choice(tiles: AnyTiles) -> AnyChoice:
-    """The row of the planner's tables that tiles were made of."""
-    kind = next(each for each in (ForwardChoice, BackwardChoice, QueryChoice) if isinstance(tiles, each))
-    return kind(**{each.name: getattr(tiles, each.name) for each in fields(kind)})
+            yield Spill(plan.own.element, OF_KERNEL[name], tiles, kernel.spill_bytes)

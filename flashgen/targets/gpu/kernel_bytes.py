@@ -18,7 +18,7 @@ from flashgen.plan.tile_counts import GROUP, TileCounts
 from flashgen.targets.gpu.last_keys import parts_of_last
 from flashgen.targets.gpu.launches import TURNED_V, dq_sums, rows_of_a_block, turned_v
 from flashgen.targets.gpu.lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
-from flashgen.targets.gpu.model import FLOAT, WINDOW, finders, padded, panel_width
+from flashgen.targets.gpu.model import FLOAT, WINDOW, padded, panel_width
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.score import Distance
 from flashgen.targets.gpu.tiles import ElementPlan
@@ -179,9 +179,7 @@ class KernelBytes:
         match kernel:
             case "forward":
                 tiles = self.tiles.forward
-                warps = finders(self.recipe.variant, tiles) if tiles.producers else tiles.warps
-                copies = tiles.tensor_copies and not tiles.producers
-                return self._reading(OF_QUERIES, warps, copies=copies)
+                return self._reading(OF_QUERIES, tiles.finders(self.recipe.variant), copies=tiles.self_loading)
             case "backward" | "keys":
                 copies = kernel == "backward" and self.tiles.backward.persistent
                 group = self.sizes["heads"] // self.sizes["kv_heads"]

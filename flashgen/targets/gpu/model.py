@@ -5,7 +5,6 @@ In: a variant, an element type, a tile. Out: numbers, and the words of structs t
 
 from __future__ import annotations
 
-from flashgen.analysis.selection import selected
 from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.plan.by_blocks import MOST_BLOCKS
@@ -13,7 +12,6 @@ from flashgen.targets.gpu.layout import Words
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.rules import LAST_BLOCK_MERGES, LONG_TILES
 from flashgen.targets.gpu.score import Extremes
-from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice
 
 FLOAT = WORD = 4
 TURN = 128  # rows and columns of a tile that batch entries take turns at, at most: smaller ones divide it
@@ -93,13 +91,6 @@ def registers(warps: int, producers: int, least: int) -> tuple[int, int]:
     return multiplying, (whole - multiplying * warps) // producers // 8 * 8
 
 
-def finders(variant: Variant, tiles: ForwardChoice) -> int:
-    """Of the producer warps of the forward pass those that find visits: one copies, or two where warpgroups take turns,
-    others take norms of keys.
-    """
-    return tiles.producers - 1 - tiles.takes_turns - (MEASURERS if variant.uses_sqdist else 0)
-
-
 def padded(head_dim: int) -> int:
     """A head dimension in whole matrix instructions; a large one is divided among two warps, a larger among four."""
     multiple = 16 if head_dim <= 128 else 32 if head_dim <= 256 else 64
@@ -155,46 +146,6 @@ def visit_list(variant: Variant) -> int:
 def merging_bytes(Br: int, Dv: int) -> int:
     """Over caches: rows, what each part's count for, and sums, four to a thread or all of a tile; O needs no more."""
     return 12 * Br + FLOAT * MERGED_WEIGHTS + max(4 * FLOAT * MERGING_THREADS, FLOAT * Br * Dv)
-
-
-def finds_selected(variant: Variant, element: ElementType, tiles: ForwardChoice) -> bool:
-    """Over caches: whether tiles with a selected key are found first. Their numbers take the place of K and V."""
-    widths = (padded(variant.head_dim.qk), padded(variant.head_dim.v))
-    room = tiles.stages * sum(tile_bytes(tiles.Bc, width, element_of_keys(variant, element)) for width in widths)
-    return selected(variant.keep, variant.spec.tensors) is not None and room >= 2 * WINDOW
-
-
-def merging_shares(variant: Variant, tiles: ForwardChoice) -> int:
-    """Over caches: blocks that merge a tile's parts, each with so much of the columns: 32 or more, or a warp's."""
-    width = variant.head_dim.v
-    if tiles.split > 1:
-        if width != padded(width):
-            return 1
-        counts = range(width // 32 // tiles.split * tiles.split, tiles.split, -tiles.split)
-        return next((count for count in counts if width % (16 * count) == 0), tiles.split)
-    return next(count for count in (4, 2, 1) if count == 1 or width % (32 * count) == 0)
-
-
-def merging_warps(variant: Variant, tiles: ForwardChoice) -> int:
-    """Over caches: warps of a team that has all rows of a tile, and a block's columns."""
-    return tiles.warps // (tiles.split if merging_shares(variant, tiles) > 1 else 1)
-
-
-def takes_turns(recipe: Recipe, tiles: BackwardChoice) -> bool:
-    """Whether batch entries add to a gradient in turn: one of the warps that copy waits for a tile's."""
-    fits = TURN % tiles.Br == 0 and TURN % tiles.Bc == 0
-    return recipe.in_turn is not None and _has_spare_warps(tiles) and fits
-
-
-def stored_whole(recipe: Recipe, tiles: BackwardChoice) -> tuple[str, ...]:
-    """Captured tensors every element of whose gradients blocks store: warps that copy clear what nobody visits."""
-    stored = recipe.stored if _has_spare_warps(tiles) else ()
-    in_turn = (recipe.in_turn,) if recipe.in_turn is not None and takes_turns(recipe, tiles) else ()
-    return tuple(each.name for each in (*stored, *in_turn))
-
-
-def _has_spare_warps(tiles: BackwardChoice) -> bool:
-    return tiles.warpgroups and tiles.producers > 0 and tiles.tensor_copies and not tiles.persistent
 
 
 def row_words(recipe: Recipe) -> Words:
