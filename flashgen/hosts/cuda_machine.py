@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from flashgen.analysis.variant import Variant
 from flashgen.compiler.choice import TileChoices, tile_choices
-from flashgen.compiler.compiled import assembled
+from flashgen.compiler.compiled import assembled, compiled
 from flashgen.hosts import cuda
 from flashgen.hosts.cpu_backend import Package
 from flashgen.hosts.gpu_kernel import Find
@@ -48,7 +48,7 @@ class CudaMachine:
         return shape
 
     def make(self, key: KernelKey) -> Made[Path]:
-        made = assembled(key.variant, self.target, key.pins, key.part)
+        (made,) = assembled([compiled(key.variant, self.target, key.pins, key.part)], key.calls)
         (binary,) = made.binary.parts.values()
         return Made(made.kernel.plan, made.kernel.source, lambda _: binary.path, binary.kernels)
 

@@ -222,11 +222,12 @@ def _as_packaged(brought: Packaged, calls: CallKind, *why: str) -> Made[Any]:
     if image is not None:
         return Made(brought.plan, brought.source, lambda _: image, brought.resources, why)
     try:
-        (binary,) = compile_calls(brought.source, calls, brought.source.target).parts.values()
+        (made,) = compile_calls([brought.source], calls, brought.source.target)
     except NvrtcMissing as error:
         if not (brought.images and calls.repeatable):
             raise
         raise NvrtcMissing(
             f"{error}; the package has no binary for deterministic gradients, which flashgen build --deterministic adds"
         ) from None
+    (binary,) = made.parts.values()
     return Made(brought.plan, brought.source, lambda _: binary.path, binary.kernels, why)

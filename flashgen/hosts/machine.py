@@ -36,8 +36,8 @@ class KernelKey:
 
     @property
     def part(self) -> Part:
-        """What is compiled: a source, for these calls."""
-        return Part(self.element, self.name, self.calls)
+        """The source that is compiled."""
+        return Part(self.element, self.name)
 
 
 @dataclass(frozen=True)

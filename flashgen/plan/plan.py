@@ -78,11 +78,10 @@ USUAL_CALLS = CallKind(dropped=None)
 
 @dataclass(frozen=True)
 class Part:
-    """Of a source's kernels those of one element type, pass and kind of call; None stands for all."""
+    """What a source has of a plan: one element type, one pass; None stands for all."""
 
     element: ElementType | None = None
     pass_name: PassName | None = None
-    calls: CallKind = ANY_CALLS
 
 
 WHOLE = Part()

@@ -176,7 +176,7 @@ def _cpu(piece: Piece) -> dict[str, Entry]:
     with _compiler(piece.target):
         start = time.time()
         source = _source(piece, target)
-        binary = target.compile(source)
+        (binary,) = target.compile([source])
         seconds = None if binary.cached else time.time() - start
     digests = function_digests(binary.path)
     return {name: {"digest": digest, "program_seconds": seconds} for name, digest in digests.items()}
