@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from flashgen.analysis.variant import Variant
 from flashgen.compiler.choice import TileChoices
@@ -14,37 +14,25 @@ from flashgen.hosts.emulator import Program, compile_program
 from flashgen.hosts.gpu_kernel import Find
 from flashgen.hosts.gpu_provider import GpuProvider
 from flashgen.hosts.kernel import ArgumentLayout
-from flashgen.hosts.machine import KernelKey, Made
-from flashgen.hosts.schedule import DeviceSize
+from flashgen.hosts.machine import KernelKey, Machine, Made
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.store.cache import Cache
 from flashgen.targets.device_table import product_of
-from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.target import GpuTarget
 
 
 @dataclass(frozen=True, eq=False)
-class EmulatorMachine:
+class EmulatorMachine(Machine):
     """A GPU of a target, imitated. Libraries go to ``cache`` (None: the user's).
 
     Calls there are short, and the kernels of long sequences are what has to be tested: every call takes the tiles of a
     call of the shape ``sized``, as a GPU does there; without one the planner's own.
     """
 
-    target: GpuTarget
-    cache: Cache | None = None
-    sized: Shape | None = None
-    backend: ClassVar[str] = "emulator"
-    size: ClassVar[DeviceSize] = SIZE
-
-    @property
-    def gpu(self) -> Gpu:
-        return product_of(self.target)
-
-    @property
-    def name(self) -> str:
-        return f"emulated {self.gpu.product}"
+    cache: Cache | None
+    sized: Shape | None
+    backend = "emulator"
 
     def choices(self, variant: Variant) -> TileChoices[Any, Any]:
         return TileChoices(variant, self.gpu)
@@ -70,5 +58,6 @@ def emulator_provider(
     spec: AttentionSpec, target: GpuTarget, *, cache: Cache | None = None, sized: Shape | None = None
 ) -> GpuProvider:
     """The kernels of a spec under the emulator of a target."""
-    machine = EmulatorMachine(target, cache, sized)
+    gpu = product_of(target)
+    machine = EmulatorMachine(f"emulated {gpu.product}", target, gpu, SIZE, cache, sized)
     return GpuProvider(spec, lambda _: machine)

@@ -157,14 +157,9 @@ class GpuProvider:
 
     def _plan(self, head_dim: HeadDim) -> GpuPlan:
         """The tiles of each pass and element type, from the plans that they were compiled by."""
-        found = list(self._usual(head_dim))
-        plans = [made.plan for made, _ in found]
-        elements = (
-            replace(back.own, forward=plan.own.forward) for plan, back in zip(plans[::2], plans[1::2], strict=True)
-        )
-        said = dict.fromkeys(each for made, reasons in found for each in (*made.plan.reasons, *reasons))
-        rejected = dict.fromkeys(lost for plan in plans for lost in plan.rejected)
-        return replace(plans[0], elements=tuple(elements), reasons=tuple(said), rejected=tuple(rejected))
+        plans = [replace(made.plan, reasons=(*made.plan.reasons, *why)) for made, why in self._usual(head_dim)]
+        both = zip(plans[::2], plans[1::2], strict=True)
+        return plans[0].joined({forward.own.element: (forward, backward) for forward, backward in both})
 
     def _kernel(self, head_dim: HeadDim, machine: Machine) -> Kernel:
         plan = compiled(self.variant(head_dim), machine.target).plan

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol
+from typing import Any, ClassVar, Generic
 
 from flashgen.analysis.variant import Variant
-from flashgen.compiler.choice import TileChoices
+from flashgen.compiler.choice import TileChoices, tile_choices
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts.gpu_kernel import Find, GpuKernel
 from flashgen.hosts.kernel import ArgumentLayout
@@ -55,29 +56,28 @@ class Made(Generic[Binary]):
     why: tuple[str, ...] = ()
 
 
-class Machine(Protocol):
+@dataclass(frozen=True, eq=False)
+class Machine(abc.ABC):
     """One device. ``op.explain`` calls it by ``backend`` and ``name``; the model of time knows it as ``gpu``."""
 
-    def __hash__(self) -> int: ...
-    @property
-    def backend(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def target(self) -> GpuTarget: ...
-    @property
-    def gpu(self) -> Gpu: ...
-    @property
-    def size(self) -> DeviceSize: ...
+    name: str
+    target: GpuTarget
+    gpu: Gpu
+    size: DeviceSize
+    backend: ClassVar[str]
 
     def choices(self, variant: Variant) -> TileChoices[Any, Any]:
         """The tiles that calls may take."""
+        return tile_choices(variant, self.gpu, self.name)
 
     def shape_of(self, shape: Shape | None) -> Shape | None:
         """The shape whose tiles a call of this shape takes; None: those that are taken where no shape is given."""
+        return shape
 
+    @abc.abstractmethod
     def make(self, key: KernelKey) -> Made[Any]:
         """Plan, emit and compile. Raises ``NvrtcMissing``, ``CompileFailed``."""
 
+    @abc.abstractmethod
     def kernel(self, layout: ArgumentLayout, head_dim: HeadDim, find: Find) -> GpuKernel[Any]:
         """What starts what ``find`` gives."""

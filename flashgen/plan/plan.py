@@ -123,8 +123,8 @@ class Plan:
         """The tiles of an element type, by pass; nothing where no tile fits."""
         raise NotImplementedError
 
-    def joined(self, plans: Mapping[ElementType, Self]) -> Self:
-        """The plan that has for each element type the tiles of another."""
+    def joined(self, plans: Mapping[ElementType, tuple[Self, Self]]) -> Self:
+        """The plan that has for each element type the tiles of others: of one forward, of one backward."""
         raise NotImplementedError
 
     def to_json(self) -> dict[str, object]:

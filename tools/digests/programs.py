@@ -141,7 +141,7 @@ def _resources(taken: Any, launch: Any) -> Entry:
 def _provider(spec: str, target: str, kind: Kind) -> GpuProvider:
     gpu = known_devices().gpus[_PRODUCTS[target]]
     driver: Any = SimpleNamespace(size=None)
-    machine = CudaMachine(driver, "of the sample", gpu.target, gpu)
+    machine = CudaMachine("of the sample", gpu.target, gpu, driver.size, driver)
     return GpuProvider(_op(spec).spec, lambda _index: machine, kind=kind)
 
 
