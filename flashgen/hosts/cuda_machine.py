@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from flashgen.compiler.compiled import assembled, compiled
+from flashgen.compiler.compiled import CompiledKernel, assembled
 from flashgen.hosts import cuda
 from flashgen.hosts.cpu_backend import Package
 from flashgen.hosts.gpu_kernel import Find
 from flashgen.hosts.gpu_provider import GpuProvider
 from flashgen.hosts.kernel import ArgumentLayout
-from flashgen.hosts.machine import KernelKey, Machine, Made
+from flashgen.hosts.machine import Machine, Made
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.kind import Kind
+from flashgen.plan.plan import CallKind
 from flashgen.targets.device_table import board_of
 from flashgen.targets.registry import target_of
 
@@ -27,8 +29,8 @@ class CudaMachine(Machine):
     driver: cuda.Driver
     backend = "cuda"
 
-    def make(self, key: KernelKey) -> Made[Path]:
-        (made,) = assembled([compiled(key.variant, self.target, key.pins, key.part)], key.calls)
+    def make(self, kernel: CompiledKernel[Any, Any], calls: CallKind) -> Made[Path]:
+        (made,) = assembled([kernel], calls)
         (binary,) = made.binary.parts.values()
         return Made(made.kernel.plan, made.kernel.source, lambda _: binary.path, binary.kernels)
 

@@ -8,15 +8,16 @@ from typing import Any
 
 from flashgen.analysis.variant import Variant
 from flashgen.compiler.choice import TileChoices
-from flashgen.compiler.compiled import compiled
+from flashgen.compiler.compiled import CompiledKernel
 from flashgen.hosts.emulated import SIZE, EmulatedKernel
 from flashgen.hosts.emulator import Program, compile_program
 from flashgen.hosts.gpu_kernel import Find
 from flashgen.hosts.gpu_provider import GpuProvider
 from flashgen.hosts.kernel import ArgumentLayout
-from flashgen.hosts.machine import KernelKey, Machine, Made
+from flashgen.hosts.machine import Machine, Made
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.plan.plan import CallKind
 from flashgen.store.cache import Cache
 from flashgen.targets.device_table import product_of
 from flashgen.targets.gpu.target import GpuTarget
@@ -40,15 +41,15 @@ class EmulatorMachine(Machine):
     def shape_of(self, shape: Shape | None) -> Shape | None:  # noqa: ARG002 - a Machine's
         return self.sized
 
-    def make(self, key: KernelKey) -> Made[Program]:
+    def make(self, kernel: CompiledKernel[Any, Any], calls: CallKind) -> Made[Program]:  # noqa: ARG002 - of any
         """The host's compiler takes a second for each kernel, so that it compiles those that are started."""
-        found = compiled(key.variant, self.target, key.pins, key.part)
+        source = kernel.source
 
         @functools.cache
         def program(kernels: frozenset[str]) -> Program:
-            return compile_program(found.source.text, name=found.source.name, cache=self.cache, kernels=kernels)
+            return compile_program(source.text, name=source.name, cache=self.cache, kernels=kernels)
 
-        return Made(found.plan, found.source, program)
+        return Made(kernel.plan, source, program)
 
     def kernel(self, layout: ArgumentLayout, head_dim: HeadDim, find: Find) -> EmulatedKernel:
         return EmulatedKernel(layout, head_dim, find)

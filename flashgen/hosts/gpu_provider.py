@@ -32,7 +32,7 @@ from flashgen.hosts.gpu_calls import (
     with_jvp,
 )
 from flashgen.hosts.kernel import ELEMENTS, ArgumentLayout, Kernel, call_of
-from flashgen.hosts.machine import KernelKey, Machine, Made
+from flashgen.hosts.machine import Machine, Made
 from flashgen.hosts.schedule import Compiled, schedule
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
@@ -44,7 +44,7 @@ from flashgen.kinds.kind import BOTH, Kind, PassName
 from flashgen.kinds.operand import F8_CODE
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import Pins
-from flashgen.plan.plan import CallKind
+from flashgen.plan.plan import CallKind, Part
 from flashgen.targets.gpu.alternatives import tile_of
 from flashgen.targets.gpu.compile import compile_calls
 from flashgen.targets.gpu.lists import cuda_fields
@@ -145,7 +145,7 @@ class GpuProvider:
         self, head_dim: HeadDim, machine: Machine, element: ElementType, name: PassName, calls: CallKind, pins: Pins
     ) -> tuple[Made[Any], tuple[str, ...]]:
         own = pins.of_pass(name)
-        made = self.made(KernelKey(self.variant(head_dim), element, name, calls, own), machine)
+        made = self.made(machine, self.variant(head_dim), own, element, name, calls)
         return made, made.why or own.reasons
 
     def _usual(self, head_dim: HeadDim) -> Iterator[tuple[Made[Any], tuple[str, ...]]]:
@@ -194,22 +194,24 @@ class GpuProvider:
             return {}
         return packaged(*self.package, compiled(self.variant(head_dim), machine.target).plan, machine.target)
 
-    def _made(self, key: KernelKey, machine: Machine) -> Made[Any]:
-        brought = self.brought(key.variant.head_dim, machine).get((key.element, key.name))
+    def _made(
+        self, machine: Machine, variant: Variant, pins: Pins, element: ElementType, name: PassName, calls: CallKind
+    ) -> Made[Any]:
+        brought = self.brought(variant.head_dim, machine).get((element, name))
         if brought is not None:
             if brought.edited:
-                return _as_packaged(brought, key.calls, f"'{brought.edited}' was edited, and runs as it stands")
-            wanted = getattr(key.pins, key.name)
-            if wanted is None or wanted == tile_of(brought.plan.own, key.name):
-                return _as_packaged(brought, key.calls)
-        check_element(compiled(key.variant, machine.target).plan, key.element)
+                return _as_packaged(brought, calls, f"'{brought.edited}' was edited, and runs as it stands")
+            wanted = getattr(pins, name)
+            if wanted is None or wanted == tile_of(brought.plan.own, name):
+                return _as_packaged(brought, calls)
+        check_element(compiled(variant, machine.target).plan, element)
         try:
-            return machine.make(key)
+            return machine.make(compiled(variant, machine.target, pins, Part(element, name)), calls)
         except NvrtcMissing as error:
-            if brought is None or brought.image(key.calls) is None:
+            if brought is None or brought.image(calls) is None:
                 raise
-            why = f"{key.name}: the binary of the package, because other tiles cannot be compiled: {error}"
-            return _as_packaged(brought, key.calls, why)
+            why = f"{name}: the binary of the package, because other tiles cannot be compiled: {error}"
+            return _as_packaged(brought, calls, why)
 
 
 def _as_packaged(brought: Packaged, calls: CallKind, *why: str) -> Made[Any]:

@@ -9,16 +9,14 @@ from typing import Any, ClassVar, Generic
 
 from flashgen.analysis.variant import Variant
 from flashgen.compiler.choice import TileChoices, tile_choices
+from flashgen.compiler.compiled import CompiledKernel
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts.gpu_kernel import Find, GpuKernel
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.schedule import Binary, DeviceSize
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
-from flashgen.ir.types import ElementType
-from flashgen.kinds.kind import PassName
-from flashgen.plan.measured import Pins
-from flashgen.plan.plan import CallKind, Part
+from flashgen.plan.plan import CallKind
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan
@@ -26,24 +24,8 @@ from flashgen.toolchains.nvrtc import Resources
 
 
 @dataclass(frozen=True)
-class KernelKey:
-    """One pass in one element type of a variant, which has its kind of calls: options of the calls, and tiles."""
-
-    variant: Variant
-    element: ElementType
-    name: PassName
-    calls: CallKind
-    pins: Pins
-
-    @property
-    def part(self) -> Part:
-        """The source that is compiled."""
-        return Part(self.element, self.name)
-
-
-@dataclass(frozen=True)
 class Made(Generic[Binary]):
-    """What a key became: its plan, its text, and what holds the kernels of these names.
+    """What a kernel became: its plan, its text, and what holds the kernels of these names.
 
     ``resources`` are what the assembler said of them. ``why`` is said instead of the reasons of the tiles that were
     asked for, where others run.
@@ -75,8 +57,8 @@ class Machine(abc.ABC):
         return shape
 
     @abc.abstractmethod
-    def make(self, key: KernelKey) -> Made[Any]:
-        """Plan, emit and compile. Raises ``NvrtcMissing``, ``CompileFailed``."""
+    def make(self, kernel: CompiledKernel[Any, Any], calls: CallKind) -> Made[Any]:
+        """Compile a pass in one element type for such calls. Raises ``NvrtcMissing``, ``CompileFailed``."""
 
     @abc.abstractmethod
     def kernel(self, layout: ArgumentLayout, head_dim: HeadDim, find: Find) -> GpuKernel[Any]:

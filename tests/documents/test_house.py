@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import ROOT
 
 BUDGET = {
-    "lines of the package": 58_319,
+    "lines of the package": 58_169,
     "lines of templates": 24_283,
     "Jinja statements": 1_835,
     "lines of generated packages": 12_969,
