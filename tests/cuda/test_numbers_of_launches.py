@@ -111,7 +111,8 @@ def test_main_loops_of_caps_are_those_of_constants(name: PassName) -> None:
     for each in ("param c: f32", "const c = 50.0"):
         spec = f"attention numbers {{ head_dim 64  dtype bf16  {each}  score softcap(s, c)  mask causal }}"
         source = emit_cuda(planned(spec, "sm_90a")[1], name)
-        (binary,) = compile_calls(source, USUAL_CALLS, "sm_90a").parts.values()
+        (made,) = compile_calls([source], USUAL_CALLS, "sm_90a")
+        (binary,) = made.parts.values()
         every = sections(binary.path.read_bytes())
         found.append(next(x.content for x in every if x.name == f".text.numbers_d64_{name}_bf16"))
     own, others = (lengths_of_main_loops(each)[:2] for each in found)  # where some and where all pairs are kept

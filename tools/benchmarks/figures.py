@@ -209,10 +209,10 @@ def compiled_ahead(names: Sequence[str]) -> None:
 
 
 def _compile(spec: AttentionSpec, element: ElementType, target: str) -> None:
-    from flashgen.compiler.compiled import assembled
+    from flashgen.compiler.compiled import assembled, compiled
 
     try:
-        assembled(analyse(spec, spec.head_dims[0]), GPUS[target], part=Part(element))
+        assembled([compiled(analyse(spec, spec.head_dims[0]), GPUS[target], part=Part(element))])
     except SpecError as error:  # a tile that does not fit is left out of the figure, with its reason
         print(error.diagnostics[0].message)
 

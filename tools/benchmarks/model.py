@@ -25,7 +25,7 @@ from torch import Tensor
 
 import flashgen
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.compiler.compiled import assembled
+from flashgen.compiler.compiled import assembled, compiled
 from flashgen.diagnostics import SpecError
 from flashgen.hosts.backends import gpu_at_hand
 from flashgen.hosts.cuda import current_device, describe_device
@@ -166,7 +166,7 @@ def _candidate(head_dim: int, dtype: str, pins: Sequence[str]) -> Candidate:
 def compiled_for_gpu(candidate: Candidate, target: str) -> ElementPlan | str:
     """Compile into the cache, in a process of its own; the plan that came of it, or why there is none."""
     try:
-        kernel = assembled(candidate.variant, GPUS[target], part=Part(ElementType.BF16))
+        (kernel,) = assembled([compiled(candidate.variant, GPUS[target], part=Part(ElementType.BF16))])
     except SpecError as error:
         return str(error.diagnostics[0].message)
     plan = kernel.kernel.plan

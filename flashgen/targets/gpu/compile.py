@@ -33,20 +33,16 @@ class GpuBinary:
         return tuple(found[name] for name in sorted(found))
 
 
-def compile_calls(source: KernelSource, calls: CallKind, target: str) -> GpuBinary:
-    """The kernels that such calls start. Raises ``NvrtcMissing``, ``CompileFailed``."""
-    parts = _programs(source, calls)
-    made = compile_cuda_parts([(each.words, left_out(source, each)) for each in parts], target)
-    return GpuBinary(dict(zip(parts, made, strict=True)))
-
-
-def compile_beside(sources: Sequence[KernelSource], calls: CallKind, target: str) -> None:
-    """The same of several sources, side by side: each is in the cache then."""
+def compile_calls(sources: Sequence[KernelSource], calls: CallKind, target: str) -> tuple[GpuBinary, ...]:
+    """The kernels that such calls start, of each source. Raises ``NvrtcMissing``, ``CompileFailed``."""
+    parts = [(n, each) for n, source in enumerate(sources) for each in _programs(source, calls)]
     # Backward passes take longest and come first, so that no core waits for them at the end.
-    ordered = sorted(sources, key=lambda each: not _REPEATABLE.search(each.text))
-    compile_cuda_parts(
-        [(each.words, left_out(source, each)) for source in ordered for each in _programs(source, calls)], target
-    )
+    parts.sort(key=lambda part: part[1].repeatable is None)
+    made = compile_cuda_parts([(each.words, left_out(sources[n], each)) for n, each in parts], target)
+    found: list[dict[CallKind, CudaBinary]] = [{} for _ in sources]
+    for (n, each), binary in zip(parts, made, strict=True):
+        found[n][each] = binary
+    return tuple(map(GpuBinary, found))
 
 
 def _programs(source: KernelSource, asked: CallKind) -> tuple[CallKind, ...]:

@@ -96,11 +96,14 @@ class GpuPlan(Plan):
         each = self.by_element.get(element)
         return {} if each is None else each.passes  # none: no tile fits
 
-    def joined(self, plans: Mapping[ElementType, GpuPlan]) -> GpuPlan:
-        found = plans.values()
+    def joined(self, plans: Mapping[ElementType, tuple[GpuPlan, GpuPlan]]) -> GpuPlan:
+        found = tuple(plan for both in plans.values() for plan in both)
         return replace(
             self,
-            elements=tuple(plan.by_element[element] for element, plan in plans.items()),
+            elements=tuple(
+                replace(backward.by_element[each], forward=forward.by_element[each].forward)
+                for each, (forward, backward) in plans.items()
+            ),
             reasons=tuple(dict.fromkeys(reason for plan in found for reason in plan.reasons)),
             rejected=tuple(dict.fromkeys(lost for plan in (self, *found) for lost in plan.rejected)),
             decisions=tuple(dict.fromkeys(each for plan in found for each in plan.decisions)),
