@@ -17,14 +17,14 @@ import pytest
 from tests.conftest import ROOT
 
 BUDGET = {
-    "lines of the package": 58_317,
-    "lines of templates": 24_283,
-    "Jinja statements": 1_834,
-    "lines of generated packages": 12_969,
+    "lines of the package": 58_039,
+    "lines of templates": 24_269,
+    "Jinja statements": 1_827,
+    "lines of generated packages": 12_894,
     "calls of decide": 1,
     "modules at the top level": 3,
     "lines of the longest module": 450,
-    "words of documentation": 49_826,
+    "words of documentation": 49_851,
 }
 COMMITTED = ("alibi",)
 WITH_PAGES = ("docs", "flashgen", "specs", "tests", "tools")
