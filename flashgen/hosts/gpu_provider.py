@@ -42,6 +42,7 @@ from flashgen.kinds.dense import DENSE
 from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.kinds.kind import BOTH, Kind, PassName
 from flashgen.kinds.operand import F8_CODE
+from flashgen.kinds.ragged import RAGGED
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import Pins
 from flashgen.plan.plan import CallKind, Part
@@ -93,7 +94,7 @@ class GpuProvider:
         if self.kind.cached:
             pins = pins_of_call(compiled(self.variant(head_dim), machine.target), element, values)
         else:
-            pins = self.pins(head_dim, machine, element, shape)
+            pins = self.pins(head_dim, machine, element, shape.mean_sequences() if self.kind.ragged else shape)
         return self._of_pins(head_dim, machine, element, name, kind_of(name, values), pins)
 
     def pins(self, head_dim: HeadDim, machine: Machine, element: ElementType, shape: Shape | None = None) -> Pins:
@@ -187,7 +188,7 @@ class GpuProvider:
         """Parts and slices are dense calls but for what they write; what was measured of tiles is of these."""
         if not self.kind.by_lengths:
             return TileChoices(self.variant(head_dim), machine.gpu, by_length=False)
-        return machine.choices(kernel_variant(self.spec, head_dim))
+        return machine.choices(kernel_variant(self.spec, head_dim, RAGGED if self.kind.ragged else DENSE))
 
     def _brought(self, head_dim: HeadDim, machine: Machine) -> Mapping[tuple[ElementType, str], Packaged]:
         if self.package is None:

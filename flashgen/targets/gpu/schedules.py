@@ -147,6 +147,10 @@ class Forward(Schedule):
         numbers += variant.kind.f8 * pairs // 4  # P
         return -(-numbers // (32 * self.warps))
 
+    def maxima_by_sums(self, recipe: Recipe) -> bool:
+        """Whether maxima of rows are looked for only where sums of weights tell that one has grown."""
+        return recipe.score.maxima_by_sums
+
     def finders(self, variant: Variant) -> int:
         """Warps that find visits: all, or those of the producers that neither copy nor take norms of keys."""
         if not self.producers:
@@ -206,6 +210,11 @@ class SelfLoading(Forward):
     tensor_copies: bool = False
     prefetches_next: bool = False
     pairs_staged: bool = False
+
+    def maxima_by_sums(self, recipe: Recipe) -> bool:
+        """Ragged batches of narrow heads have no registers for it: they spilled 344 bytes."""
+        narrow = recipe.variant.kind.ragged and recipe.variant.head_dim.qk <= 64
+        return super().maxima_by_sums(recipe) and not narrow
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ class Score:
     """The form of a score: one of the four below."""
 
     small_tanh: SmallTanh | None = None
+    maxima_by_sums: bool = False
 
 
 @dataclass(frozen=True)
@@ -182,12 +183,9 @@ def extremes_of(computed: Variant, score: Score) -> Extremes:
 
 
 def _maxima_by_sums(computed: Variant) -> bool:
-    """Not where weights of 8 bits begin high, nor in forward mode; not where wide K, in a ring, is waited for.
-
-    Nor in ragged batches of narrow heads, whose kernels have no registers for it: they spilled 256 bytes.
-    """
+    """Not where weights of 8 bits begin high, nor in forward mode; not where wide K, in a ring, is waited for."""
     width = computed.head_dim.qk
-    if computed.kind.f8 or computed.tangent is not None or (computed.kind.ragged and width <= 64):
+    if computed.kind.f8 or computed.tangent is not None:
         return False
     return width <= rules.SUMS_TELL.limit or (width <= 256 and not has_whole_rows(computed))
 

@@ -82,8 +82,8 @@ def forward(recipe: Recipe, element: ElementType, on: Architecture) -> Considere
 
 def _starts_in_turn(recipe: Recipe) -> bool:
     """Whether three warpgroups that start products in turn are faster than three blocks."""
-    variant, is_product = recipe.variant, isinstance(recipe.score, Product)
-    plain = is_product and variant.spec.dropout is None and not variant.kind.ragged
+    variant = recipe.variant
+    plain = isinstance(recipe.score, Product) and variant.spec.dropout is None
     return plain and _padded_widths(variant) == (64, 64)
 
 
@@ -184,7 +184,7 @@ def _query_tiles(
     small = Decision.by("tanh", "a polynomial where a tile's arguments are small", rules.NEAR_SCORES)
     reads += [small] if recipe.score.small_tanh is not None else []
     told = Decision.by("maxima of rows", "where sums of weights ask for them", SUMS_TELL)
-    reads += [told] if isinstance(recipe.score, Product) and recipe.score.maxima_by_sums else []
+    reads += [told] if row.maxima_by_sums(recipe) else []
     return row, (*_order_of_queries(copies=copies, early=early), *heads, *reads)
 
 

@@ -118,13 +118,12 @@ class ExponentCode:
 class SpecCode:
     """What a spec computes.
 
-    Its score is a ``product``, ``bounded``, without |q|² by ``norms``, or general; see ``score.py``, also of
-    ``maxima_by_sums``. ``in_bounds``: which launches bound it, None: all; ``bounds_rows``: then no lse is extreme, and
-    there are kernels for both. ``small_tanh``: up to which argument its tanh is a polynomial. ``dot_factor``: what
-    becomes of sums of gradients of products. ``by_score`` gives a format: what arrives through the score, from one of
-    its derivatives. ``scaled_weights`` have to be brought into the range of the elements. ``tangent``: forward mode,
-    beside o and lse, or its backward pass; ``weight_tangent``: captured values change weights beside what scores
-    change.
+    Its score is a ``product``, ``bounded``, without |q|² by ``norms``, or general; see ``score.py``. ``in_bounds``:
+    which launches bound it, None: all; ``bounds_rows``: then no lse is extreme, and there are kernels for both.
+    ``small_tanh``: up to which argument its tanh is a polynomial. ``dot_factor``: what becomes of sums of gradients of
+    products. ``by_score`` gives a format: what arrives through the score, from one of its derivatives.
+    ``scaled_weights`` have to be brought into the range of the elements. ``tangent``: forward mode, beside o and lse,
+    or its backward pass; ``weight_tangent``: captured values change weights beside what scores change.
     """
 
     formula: str
@@ -142,7 +141,6 @@ class SpecCode:
     weight_tangent: bool
     sink_tangent: str | None
     product: bool
-    maxima_by_sums: bool
     bounded: bool
     in_bounds: str | None
     bounds_rows: bool
@@ -241,7 +239,6 @@ def spec_code(recipe: Recipe, places: Places) -> SpecCode:
         weight_tangent=variant.tangent is not None and variant.tangent.weight is not None,
         sink_tangent=of_rows.get("sink_tangent"),
         product=isinstance(score, Product),
-        maxima_by_sums=isinstance(score, Product) and score.maxima_by_sums,
         bounded=isinstance(score, Bounded),
         in_bounds=in_bounds,
         bounds_rows=in_bounds is not None and variant.weights.sink is None and narrow,
