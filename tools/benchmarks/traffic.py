@@ -122,7 +122,7 @@ def kernel_bytes(
     }
     keep = simplify(substitute(variant.keep, known))
     if not any(isinstance(node, Load) for node in walk(keep)):
-        return _by_shape(plan.recipe.with_keep(keep), tiles, shape_of(inputs))
+        return _by_shape(plan.recipe.of(keep=keep), tiles, shape_of(inputs))
     shape = shape_of(inputs)
     masks = math.prod(count for axis, count in (("b", shape.batch), ("h", shape.heads)) if axis in index_set(keep))
     smallest = min(each.Br * each.Bc for each in (tiles.forward, tiles.backward, tiles.queries))
