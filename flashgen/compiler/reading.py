@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.analysis.bounds import prove_indices
 from flashgen.analysis.index_checks import index_diagnostics
 from flashgen.analysis.weight_checks import weight_diagnostics
-from flashgen.compiler.answers import Answer
+from flashgen.compiler.verdicts import Verdict
 from flashgen.diagnostics import Diagnostic, Source, SpecError, in_reading_order, nearest, quoted_list
 from flashgen.ir.spec import AttentionSpec
 
@@ -32,7 +32,7 @@ class Checked:
     specs: tuple[AttentionSpec, ...]
     warnings: tuple[Diagnostic, ...]
     sources: tuple[Source, ...]
-    answers: tuple[Answer, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
 
 
 def read_file(path: Path | str, constants: Mapping[str, Constant] | None = None) -> Checked:

@@ -2,9 +2,9 @@
 
     <cache>/tuned/<spec>-<digest>-<version>.json    every class of shapes of one spec and head dimension on one device
 
-In: a ``Variant`` and the name of a device. Out: its ``Tuning``s; ``choice.py`` says which one a call goes by. A file of
-another version of flashgen is never read and never overwritten: its name differs. A spec that pins tiles is another
-spec, with tunings of its own, so that pins always win.
+In: a ``Variant`` and the name of a device. Out: its ``Tuning``s; ``tile_choices.py`` says which tuning a call takes. A
+file of another version of flashgen is never read and never overwritten: its name differs. A spec that pins tiles is
+another spec, with tunings of its own, so that pins always win.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ from flashgen.op.checks import check_captured
 from flashgen.op.conversion import check_device
 from flashgen.op.op import AttentionOp
 from flashgen.op.per_sequence import check_numbers
-from flashgen.op.plain import check_tensors
-from flashgen.op.same import Same
+from flashgen.op.tensor_kinds import check_tensors
+from flashgen.op.unchanged import UnchangedTensor
 
 _MOST_MARKED = 8  # calls that are remembered
 
@@ -124,7 +124,7 @@ class Preparation:
                 elif x.is_inference():  # nobody counts what is written to it
                     return None
                 else:
-                    found.append(Same(x))
+                    found.append(UnchangedTensor(x))
         if self._setting.check:
             flag = torch.is_grad_enabled()
             found += [flag and isinstance(x, Tensor) and x.requires_grad for x in tensors]

@@ -15,8 +15,8 @@ from flashgen.analysis.selection import has_list_for_each_query
 from flashgen.analysis.tangent import with_slopes, with_tangent
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.compiler.compiled import CompiledKernel, compiled
-from flashgen.hosts.asked import AskedCall
 from flashgen.hosts.explain_gpu import explain_jvp
+from flashgen.hosts.explained_call import ExplainedCall
 from flashgen.hosts.kernel import ELEMENTS
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
@@ -96,15 +96,15 @@ def kind_of(name: PassName, values: Mapping[str, float]) -> CallKind:
 
 
 def with_jvp(
-    told: Explanation, spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget, asked: AskedCall
+    told: Explanation, spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget, call: ExplainedCall
 ) -> Explanation:
     """What is told of a call, with the kernels of its tangents, if there are some."""
     found = {}
     for kind in (FORWARD_MODE, FORWARD_MODE_BACKWARD):
         if has_kernels(kind, spec, head_dim, target):
             variant = kernel_variant(spec, head_dim, kind)
-            if asked.element in compiled(variant, target).plan.by_element:
-                found[kind] = explain_jvp(compiled(variant, target, part=Part(asked.element)).plan, asked)
+            if call.element in compiled(variant, target).plan.by_element:
+                found[kind] = explain_jvp(compiled(variant, target, part=Part(call.element)).plan, call)
     return replace(told, jvp=found.get(FORWARD_MODE), jvp_backward=found.get(FORWARD_MODE_BACKWARD))
 
 

@@ -58,9 +58,9 @@ class GpuKernel(abc.ABC, Generic[Lists]):
     def of(self, kind: Kind) -> Kernel | None:
         return self.other(kind)
 
-    def stored_whole(self, settled: Values) -> frozenset[str]:
+    def stored_whole(self, fixed: Values) -> frozenset[str]:
         """Not in parts, of which each would store its own sums, nor by more batch entries in turn than it is worth."""
-        values = storing(self.layout, settled)
+        values = storing(self.layout, fixed)
         found, parts = self.scheduled("backward", values)
         if len(parts.parts) > 1:
             return frozenset()

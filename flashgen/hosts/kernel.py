@@ -178,7 +178,7 @@ class Kernel(Protocol):
     def stores(self) -> bool:
         """Whether pairs may store gradients (``stored_field``) where results need not repeat."""
 
-    def stored_whole(self, settled: Values) -> frozenset[str]:
+    def stored_whole(self, fixed: Values) -> frozenset[str]:
         """The captured tensors of whose gradients every element is stored, with these values of settled fields.
 
         Among them are those that batch entries add to in turn, which else are added to.

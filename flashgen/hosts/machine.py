@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic
 
 from flashgen.analysis.variant import Variant
-from flashgen.compiler.choice import TileChoices, tile_choices
 from flashgen.compiler.compiled import CompiledKernel
+from flashgen.compiler.tile_choices import TileChoices, tile_choices
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts.gpu_kernel import Find, GpuKernel
 from flashgen.hosts.kernel import ArgumentLayout

@@ -24,11 +24,11 @@ from flashgen.op.cached import Cache
 from flashgen.op.conversion import require
 from flashgen.op.eight_bits import F8, to_8_bits
 from flashgen.op.lengths import checks_lengths
-from flashgen.op.plain import lies_in_memory, transforming
 from flashgen.op.registered import NAMESPACE
 from flashgen.op.registration import library
 from flashgen.op.sharing import check_caches
 from flashgen.op.signature import ELEMENTS
+from flashgen.op.tensor_kinds import lies_in_memory, transforming
 
 KERNEL = Standalone("append")
 _ROUNDED = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -144,7 +144,7 @@ def _by_operators(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: 
 # -- by the kernel -----------------------------------------------------------------------------------------------------
 
 
-class Rows(ctypes.Structure):
+class AppendedRows(ctypes.Structure):
     """``struct Appended``."""
 
     _fields_ = (
@@ -159,7 +159,7 @@ class Arguments(ctypes.Structure):
     """``struct Append``."""
 
     _fields_ = (
-        ("of", Rows * 2),
+        ("of", AppendedRows * 2),
         *((name, ctypes.c_void_p) for name in ("lengths", "entries", "pages", "filled")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "fresh")),
         *((name, ctypes.c_int) for name in ("rows", "columns", "count", "padding")),
@@ -183,7 +183,7 @@ def arguments(
         (k.dtype, k_cache.dtype), (v.dtype, v_cache.dtype), blocks.shape[1],
         at[0] % 16, at[1] % 16, at[2] % 16, at[3] % 16,
     )  # fmt: skip
-    packed = Arguments.from_buffer_copy(_settled(key))
+    packed = Arguments.from_buffer_copy(_fixed(key))
     keys, values = packed.of
     keys.source, keys.to, keys.factors = at[0], at[1], _address(k_factors)
     values.source, values.to, values.factors = at[2], at[3], _address(v_factors)
@@ -193,19 +193,19 @@ def arguments(
 
 
 @functools.lru_cache(maxsize=512)
-def _settled(key: tuple[Any, ...]) -> bytes:
+def _fixed(key: tuple[Any, ...]) -> bytes:
     """All but addresses, of which the last digits are known."""
     k, k_by, k_cache, k_cache_by, v, v_by, v_cache_by, of_k, of_v, columns, *ends = key
     of_keys = _rows(k[3], (k_by, k_cache_by), of_k, ends[:2])
     of_values = _rows(v[3], (v_by, v_cache_by), of_v, ends[2:])
     batch, heads, new, _ = k
-    of = (Rows * 2)(of_keys, of_values)
+    of = (AppendedRows * 2)(of_keys, of_values)
     return bytes(Arguments(of, 0, 0, 0, 0, batch, heads, new, k_cache[2], columns, k_cache[0], 0))
 
 
 def _rows(
     width: int, strides: tuple[Strides, Strides], dtypes: tuple[torch.dtype, torch.dtype], ends: Sequence[int]
-) -> Rows:
+) -> AppendedRows:
     """How rows of a type are written to a cache of one; ``ends`` are their addresses modulo 16."""
     (dtype, cached), (from_by, to_by), element = dtypes, strides, 0
     if cached is not dtype:
@@ -216,7 +216,7 @@ def _rows(
         width //= together
         from_by, to_by = (tuple(s // together for s in (*by[:3], by[3] * together)) for by in (from_by, to_by))
     each = ctypes.c_int64 * 4
-    return Rows(0, 0, 0, each(*from_by), each(*to_by), width, unit, element, 0)
+    return AppendedRows(0, 0, 0, each(*from_by), each(*to_by), width, unit, element, 0)
 
 
 def _unit(sizes: tuple[int, int], width: int, addresses: Sequence[int], strides: Sequence[Sequence[int]]) -> int:

@@ -25,8 +25,8 @@ from flashgen.op.call import CallChecker, Rest, Tensors
 from flashgen.op.checks import match
 from flashgen.op.conversion import as_number, is_integral, saturated, saturated_number
 from flashgen.op.eight_bits import F8, factors_of, from_8_bits
-from flashgen.op.plain import is_plain
-from flashgen.op.taken import OneProblem, Taken
+from flashgen.op.kind_call import KindCall, OneProblem
+from flashgen.op.tensor_kinds import is_plain
 from flashgen.reference import tiled
 from flashgen.reference.programs import Place
 from flashgen.reference.shard import Shard
@@ -228,7 +228,7 @@ def _form(shape: tuple[int | None, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class CachedCall(Taken):
+class CachedCall(KindCall):
     """A call over a cache; ``found`` are the rows of each sequence and its padding, where the host knows them."""
 
     cache: Cache
@@ -242,7 +242,7 @@ class CachedCall(Taken):
         return problems(spec, self.call.shard, self.cache.in_numbers(), self.found, self.tensors)
 
 
-def take(checker: CallChecker, tensors: Tensors, rest: Rest, _derives: bool) -> CachedCall:
+def kind_call(checker: CallChecker, tensors: Tensors, rest: Rest, _derives: bool) -> CachedCall:
     """The call of an operator's arguments. Raises ``ValueError`` and ``TypeError``."""
     own, cache = tensors[:-_PLACES], Cache(*tensors[-_PLACES:])
     q, k = own[:2]

@@ -27,8 +27,8 @@ from flashgen.op.eight_bits import F8
 from flashgen.op.indices import Indices
 from flashgen.op.layouts import Layout, layout_like, packed_layout
 from flashgen.op.lengths import LengthChecks
-from flashgen.op.plain import NoMemoryError
 from flashgen.op.signature import ELEMENTS, TORCH_DTYPES, dtype_of, kind
+from flashgen.op.tensor_kinds import NoMemoryError
 from flashgen.op.values import by_axis, type_of_sums
 from flashgen.plan.arguments import dimension_field, stride_field
 from flashgen.reference.dense import drop_probability, param_values
@@ -36,8 +36,8 @@ from flashgen.reference.shard import Shard
 
 # The first arguments of the operators: q, k, v, captured tensors, params, seed and dropout_p, and those of the kind.
 Tensors = tuple[Any, ...]
-# d_lse, o, lse and its parts.
-Rows = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+# d_lse, then what the forward pass saved: o, lse and its parts.
+Saved = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 # o, lse and its parts, [B, H, Nq, 2]: what lse cannot hold of rows whose scores are extreme, a maximum of these and the
 # logarithm in base 2 of the sum of what exp gives of them less that. 0 and 0 for other rows. Only kernels read it.
 Attended = tuple[Tensor, Tensor | None, Tensor | None]
@@ -58,7 +58,7 @@ class Call:
     """What follows from the shapes, strides, types and device of a call, and from its last arguments.
 
     ``o``, ``lse`` and ``lse_parts`` are shapes and strides, ``gradients`` those of q, k and v; ``written`` is the type
-    of o and of these gradients; ``o_is_like_q``: torch.empty_like(q) is like o. ``settled`` are the values of ``struct
+    of o and of these gradients; ``o_is_like_q``: torch.empty_like(q) is like o. ``fixed`` are the values of ``struct
     Arguments`` behind those that vary; empty where no kernel runs. ``needs_copy``: the kernel cannot read q, k
     or v where they are; ``may_copy``: or perhaps not from where they start. ``needs_lse`` and ``writes_parts`` are what
     ``Kernel`` says of passes of this kind. ``reads_nothing``: a captured tensor has no
@@ -81,7 +81,7 @@ class Call:
     device: torch.device
     is_on_cpu: bool
     kernel: Kernel | None
-    settled: tuple[float, ...]
+    fixed: tuple[float, ...]
     needs_copy: bool
     may_copy: bool
     needs_lse: bool
@@ -230,16 +230,16 @@ class CallChecker:
         kernel = self.kernel(q, v)
         if not self.kind.by_sequence:  # else by the lengths of each sequence
             self.indices.check(head_dim, sizes)
-        settled: Sequence[float] = ()
+        fixed: Sequence[float] = ()
         written = self.written(q.dtype)
         o = self.layout(q, (*q.shape[:-1], v.shape[-1]))
         gradients = self.layout(q, q.shape), self.layout(k, k.shape), self.layout(v, v.shape)
         if kernel is not None:
-            known = settled_values(self.spec, shard, q, k, v, tensors)
+            known = fixed_values(self.spec, shard, q, k, v, tensors)
             for name, layout in zip(("o", "dq", "dk", "dv"), (o, *gradients), strict=True):
                 known |= row_strides(name, layout[1])
-            known |= {"deterministic": rest[1], "threads": threads, **self.checks.settled(shard, q, k, rest[0])}
-            settled = kernel.layout.values(known)[kernel.layout.varying :]
+            known |= {"deterministic": rest[1], "threads": threads, **self.checks.fixed(shard, q, k, rest[0])}
+            fixed = kernel.layout.values(known)[kernel.layout.varying :]
         needs_copy = kernel is not None and not all(
             kernel.reads(x.shape, x.stride(), x.element_size()) for x in (q, k, v)
         )
@@ -260,7 +260,7 @@ class CallChecker:
             q.device,
             q.is_cpu,
             kernel,
-            tuple(settled),
+            tuple(fixed),
             needs_copy,
             needs_copy or (kernel is not None and kernel.row_alignment > 1),
             kernel is not None and kernel.needs_lse and not self.kind.forward_only,
@@ -353,7 +353,7 @@ def _reads_params(*roots: Expr) -> bool:
     return any(isinstance(node, Symbol) and node.kind is SymbolKind.PARAM for node in walk(*roots))
 
 
-def settled_values(
+def fixed_values(
     spec: AttentionSpec, shard: Shard, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]
 ) -> dict[str, Any]:
     """The values of ``struct Arguments`` that shapes, strides and types determine."""

@@ -12,9 +12,9 @@ from flashgen.hosts.kernel import ADDED, Stored
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.call import Call, CallChecker
 from flashgen.op.conversion import check_scalar
-from flashgen.op.plain import NoMemoryError
 from flashgen.op.selected import check_selection
 from flashgen.op.signature import Signature
+from flashgen.op.tensor_kinds import NoMemoryError
 from flashgen.op.values import address
 from flashgen.plan.arguments import stored_tensors, summed_tensors
 from flashgen.reference.dense import Dropout

@@ -206,19 +206,19 @@ class Checks:
     """What is checked of a kind of call, as ``CallChecker`` calls it, and the values of fields that follow.
 
     ``shapes`` gives the shard and the sizes, by q, k, v, captured tensors and numbers. ``of_one_type`` gives those of
-    q, k and v that have to share one of the op's types, given as ``dtypes``; it checks the others. ``settled`` are
+    q, k and v that have to share one of the op's types, given as ``dtypes``; it checks the others. ``fixed`` are
     values of ``struct Arguments`` that only these kernels have, or take otherwise.
     """
 
     shapes: Callable[[AttentionSpec, Tensor, Tensor, Tensor, Sequence[Tensor], Any], Sizes] = check_shapes
     of_one_type: Callable[[AttentionSpec, Types, Tensor, Tensor, Tensor], Sequence[Tensor]] = _all
-    settled: Callable[[Shard, Tensor, Tensor, Sequence[Any]], Mapping[str, float]] = _nothing
+    fixed: Callable[[Shard, Tensor, Tensor, Sequence[Any]], Mapping[str, float]] = _nothing
     keys_and_values: tuple[str, str] = ("k", "v")
 
 
 # By the names of kinds; others are checked as dense calls are.
 CHECKS: Mapping[str, Checks] = {
-    RAGGED.name: Checks(shapes=check_ragged, settled=_rows_of_all),
+    RAGGED.name: Checks(shapes=check_ragged, fixed=_rows_of_all),
     CACHED.name: Checks(check_cached, _over_cache, _sizes_of_cache, keys_and_values=("k_cache", "v_cache")),
     EIGHT_BITS.name: Checks(of_one_type=_of_8_bits),
 }

@@ -27,9 +27,9 @@ from flashgen.op.dtensor_spread import spread_of
 from flashgen.op.fakes import fake_forward
 from flashgen.op.lengths import lengths, unseen_lengths
 from flashgen.op.per_sequence import check_numbers
-from flashgen.op.plain import refuse_distributed
 from flashgen.op.registered import NAMESPACE, Registered, first_of
 from flashgen.op.signature import Signature
+from flashgen.op.tensor_kinds import refuse_distributed
 
 
 @functools.cache

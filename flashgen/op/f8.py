@@ -20,7 +20,7 @@ from torch import Tensor
 from flashgen.kinds.eight_bits import DESCALES
 from flashgen.op.call import CallChecker, Rest, Tensors
 from flashgen.op.eight_bits import factors_of, from_8_bits
-from flashgen.op.taken import Taken
+from flashgen.op.kind_call import KindCall
 
 _ORDER_ON_CPUS = (torch.float32, torch.bfloat16, torch.float16)
 _ORDER_ON_GPUS = (torch.bfloat16, torch.float16, torch.float32)
@@ -44,7 +44,7 @@ def wide_type(dtypes: Sequence[torch.dtype], device: torch.device) -> torch.dtyp
 
 
 @dataclass(frozen=True)
-class F8Call(Taken):
+class F8Call(KindCall):
     """A call of 8 bits, with what q, k and v are multiplied by."""
 
     factors: Sequence[Tensor]
@@ -56,7 +56,7 @@ class F8Call(Taken):
         return (*wide, *self.tensors[3:])
 
 
-def take(checker: CallChecker, tensors: Tensors, rest: Rest, _derives: bool) -> F8Call:
+def kind_call(checker: CallChecker, tensors: Tensors, rest: Rest, _derives: bool) -> F8Call:
     """The call of an operator's arguments. Raises ``ValueError`` and ``TypeError``."""
     own, factors = tensors[: -len(DESCALES)], tensors[-len(DESCALES) :]
     return F8Call(checker.find(own, rest), own, rest, [x.data_ptr() for x in factors], factors)

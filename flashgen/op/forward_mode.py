@@ -22,9 +22,9 @@ from flashgen.hosts.kernel import ArgumentLayout, Kernel, Prepared
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.types import ScalarType
 from flashgen.kinds.kind import PassName
-from flashgen.op.call import readable, row_strides, settled_values, strides_of
+from flashgen.op.call import fixed_values, readable, row_strides, strides_of
 from flashgen.op.layouts import layout_like
-from flashgen.op.plain import lies_in_memory, with_memory
+from flashgen.op.tensor_kinds import lies_in_memory, with_memory
 from flashgen.plan.arguments import gradient_field, param_field, param_place_field, tensor_field
 from flashgen.reference.philox import drop_threshold, survivor_scale
 from flashgen.reference.programs import Of, Program, TangentGradient
@@ -37,7 +37,7 @@ _MOST_REMEMBERED = 64  # passes of an op
 
 
 @dataclass(frozen=True)
-class Moved:
+class Tangents:
     """``o``, ``lse`` and its parts, and the tangents; None: not asked for, or there are none."""
 
     o: Tensor | None
@@ -73,7 +73,7 @@ class ForwardMode:
         *,
         deterministic: bool = False,
         keeps_o: bool = False,
-    ) -> Moved:
+    ) -> Tangents:
         """The tangents of o and lse, by those of ``problem.inputs``, in their order; None: 0.
 
         o and its tangent are in the type of q, the others in float32; ``keeps_o``: o and lse are wanted, too.
@@ -84,7 +84,7 @@ class ForwardMode:
         def rows(wanted: bool, *more: int) -> Tensor | None:
             return q.new_empty((*q.shape[:-1], *more), dtype=torch.float32) if wanted else None
 
-        found = Moved(
+        found = Tangents(
             o=q.new_empty_strided(*like_o) if keeps_o else None,
             lse=rows(has_lse and keeps_o),
             lse_parts=rows(has_lse and keeps_o, 2),
@@ -101,7 +101,7 @@ class ForwardMode:
         kernel: Kernel,
         problem: Problem,
         tangents: Sequence[Tensor | None],
-        moved: Moved,
+        moved: Tangents,
         arriving: Arriving,
         wanted: tuple[Collection[int], Collection[int]],
         *,
@@ -170,7 +170,7 @@ class ForwardMode:
         if ready is None:
             if len(self._remembered) >= _MOST_REMEMBERED:
                 self._remembered.clear()
-            known = self._settled(problem, read, results) | {"threads": threads, "deterministic": deterministic}
+            known = self._fixed(problem, read, results) | {"threads": threads, "deterministic": deterministic}
             ready = self._remembered[key] = _ready(kernel, name, known, {**read, **results}, numbers)
         values: list[float] = [0] * layout.varying
         for n, (slot, x) in enumerate(zip(ready.tensors, (*read.values(), *results.values()), strict=True)):
@@ -185,14 +185,14 @@ class ForwardMode:
         values[0] = workspace.data_ptr()
         ready.prepared.run(values)
 
-    def _settled(
+    def _fixed(
         self, problem: Problem, read: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]
     ) -> dict[str, Any]:
         """The values of fields that do not vary, by name."""
         q, k, v = (_there(read[name]) for name in _ROWS)
         tensors = {each: read[tensor_field(each.name)] for each in self.spec.tensors if tensor_field(each.name) in read}
         spec = dataclasses.replace(self.spec, tensors=tuple(tensors))
-        known = settled_values(spec, problem.shard, q, k, v, [_there(x) for x in tensors.values()])
+        known = fixed_values(spec, problem.shard, q, k, v, [_there(x) for x in tensors.values()])
         for name, x in (*((name, read.get(name)) for name in (*_T_ROWS, "d_o")), *results.items()):
             known |= {} if x is None or x.dim() < 4 else row_strides(name, strides_of(x))
         return known
@@ -254,7 +254,7 @@ class KernelsOfTangents:
         gradient = program.gradient_of_tangent
         return None if gradient is None else self._gradients(problem, gradient, own)
 
-    def _moved(self, problem: Problem, moves: dict[int, Any], *, keeps_o: bool) -> Moved:
+    def _moved(self, problem: Problem, moves: dict[int, Any], *, keeps_o: bool) -> Tangents:
         tangents = [moves.get(n) for n in range(len(problem.inputs))]
         return self.mode.run(self.forward, problem, tangents, deterministic=self.deterministic, keeps_o=keeps_o)
 

@@ -26,7 +26,7 @@ from flashgen.hosts.schedule import MOST_ELEMENTS
 from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.cached import CACHED
 from flashgen.kinds.parts import PARTS
-from flashgen.op.call import Attended, Call, CallChecker, Rest, Rows, Tensors
+from flashgen.op.call import Attended, Call, CallChecker, Rest, Saved, Tensors
 from flashgen.op.engine import Engine
 from flashgen.op.layouts import laid, layout_like
 from flashgen.plan.by_blocks import KEPT
@@ -61,24 +61,24 @@ class GroupedCalls:
         places = (lengths, nothing, nothing, lengths[:, None][:, :0], *[q.new_empty((0, 0), dtype=torch.float32)] * 2)
         return self._cached.attend((*tensors, *places), whole, keeps_lse)
 
-    def gradients(self, d_o: Tensor, rows: Rows, given: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Any] | None:
-        """The gradients that are needed, of the tensors that were ``given``: those of the spec."""
-        call = self.taken(given, rest)
+    def gradients(self, d_o: Tensor, rows: Saved, own: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Any] | None:
+        """The gradients that are needed; None where kernels of the spec give them. ``own`` are the spec's tensors."""
+        call = self.grouped_call(own, rest)
         if call is None or self._spec.layout is not None or call.shard.q_start != 0:
             return None
         group, shard = call.shard.group, call.shard
-        engine = self._of_rows(group, given[0].element_size() == 2)
-        if engine is None or shard.q_len * group * max(given[0].shape[-1], given[2].shape[-1]) > MOST_ELEMENTS:
+        engine = self._of_rows(group, own[0].element_size() == 2)
+        if engine is None or shard.q_len * group * max(own[0].shape[-1], own[2].shape[-1]) > MOST_ELEMENTS:
             return None
         numbers_of_rows: Any = (0, 0, shard.b_start, shard.h_start // group, *_totals(rest[0], group))
         moved: Any = tuple(None if x is None else _by_rows(x, group) for x in rows)
-        tensors = (_by_rows(given[0], group), *given[1:])
+        tensors = (_by_rows(own[0], group), *own[1:])
         found = engine.gradients(_by_rows(d_o, group), moved, tensors, (numbers_of_rows, rest[1]), needs)
         if needs[0]:
-            found[0] = laid(_by_heads(found[0], group), layout_like(given[0], given[0].shape))
+            found[0] = laid(_by_heads(found[0], group), layout_like(own[0], own[0].shape))
         return found
 
-    def taken(self, tensors: Tensors, rest: Rest) -> Call | None:
+    def grouped_call(self, tensors: Tensors, rest: Rest) -> Call | None:
         """The call, if it goes this way; ``tensors`` are of the spec."""
         if self._cached is None:
             return None

@@ -21,7 +21,7 @@ from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, literal, 
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
 from flashgen.op.conversion import is_integral, saturated, unwrapped
 from flashgen.op.indices import Indices
-from flashgen.op.plain import transforming
+from flashgen.op.tensor_kinds import transforming
 from flashgen.reference.dense import constant_number
 
 Starts = np.ndarray[Any, np.dtype[np.int32]]

@@ -16,13 +16,13 @@ from flashgen.hosts.kernel import KernelProvider
 from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.cached import CACHED
 from flashgen.op.appending import written
-from flashgen.op.asked import ask, placed
 from flashgen.op.cached import cache_of
 from flashgen.op.conversion import splits_argument
+from flashgen.op.explained_call import explained_call, with_device
 from flashgen.op.op_calls import BACKENDS, OpParts, check_backend, is_repeatable
 from flashgen.op.op_shown import ShownOp, ShowsCaches
-from flashgen.op.plain import check_tensors
 from flashgen.op.reference import Reference
+from flashgen.op.tensor_kinds import check_tensors
 from flashgen.plan.explanation import Explanation
 
 __all__ = ["BACKENDS", "AttentionOp", "BaseOp", "OpParts", "check_backend", "is_repeatable", "make_op"]
@@ -162,7 +162,7 @@ class BaseOp(ShownOp):
         if self._signature.has_dropout:
             arguments["seed"] = 0  # none is drawn
         asking = self._with(_run=functools.partial(self._explained, device))
-        found: Any = asking(placed(q, device), placed(k, device), placed(v, device), **arguments)
+        found: Any = asking(with_device(q, device), with_device(k, device), with_device(v, device), **arguments)
         return found  # type: ignore[no-any-return]
 
     def explain_decode(
@@ -186,7 +186,8 @@ class BaseOp(ShownOp):
         """
         device = self._device()
         tensors = self._positional(
-            (placed(q, device), placed(k_cache, device), placed(v_cache, device)), self._signature.bind(captured)
+            (with_device(q, device), with_device(k_cache, device), with_device(v_cache, device)),
+            self._signature.bind(captured),
         )
         if block_table is not None and block_table.dim() != 2:
             raise ValueError(f"'block_table' has shape {list(block_table.shape)}; i32[B, P] is expected")
@@ -194,7 +195,7 @@ class BaseOp(ShownOp):
         room, splits = k_cache.shape[2] * max(columns, 1), splits_argument(num_splits)
         numbers: Any = (b_start, h_start, b_total, h_total, room, columns, splits)
         nothing = 0.0 if self._signature.has_dropout else None
-        call, told = ask(self._kinds[CACHED.name].engine, tensors, (numbers, False), nothing, device)
+        call, told = explained_call(self._kinds[CACHED.name].engine, tensors, (numbers, False), nothing, device)
         shows = self._shows(call.device.type)
         if not isinstance(shows, ShowsCaches) or call.is_empty:
             raise ValueError(

@@ -16,8 +16,8 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ScalarType
 from flashgen.op.call import probability_in_force
 from flashgen.op.captured import Captured
+from flashgen.op.kind_call import KindCall
 from flashgen.op.lengths import drops_by_length, params_by_length
-from flashgen.op.taken import Taken
 from flashgen.reference.dense import Dropout, param_values
 from flashgen.reference.philox import drop_threshold, survivor_scale
 
@@ -25,11 +25,11 @@ from flashgen.reference.philox import drop_threshold, survivor_scale
 class PerSequence:
     """What changes from sequence to sequence, for kernels and the reference: params and dropout by their lengths."""
 
-    def __init__(self, spec: AttentionSpec, taken: Taken, captured: Captured) -> None:
-        self._spec, self._call, self._captured = spec, taken.call, captured
-        pairs = taken.pairs
+    def __init__(self, spec: AttentionSpec, kind_call: KindCall, captured: Captured) -> None:
+        self._spec, self._call, self._captured = spec, kind_call.call, captured
+        pairs = kind_call.pairs
         self._by_length = by_length = params_by_length(spec, captured.given) if pairs else set()
-        self._own_dropout = bool(pairs) and drops_by_length(spec, taken.tensors, by_length)
+        self._own_dropout = bool(pairs) and drops_by_length(spec, kind_call.tensors, by_length)
         self._known: dict[tuple[int, int], tuple[tuple[float, ...], float]] = {}
         self._pairs = pairs if by_length or self._own_dropout else ()
 

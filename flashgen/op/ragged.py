@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from flashgen.ir.spec import AttentionSpec
-from flashgen.op.behind import clear_behind
 from flashgen.op.call import CallChecker, Rest, Tensors
 from flashgen.op.checks import check_rows
+from flashgen.op.kind_call import KindCall, OneProblem
 from flashgen.op.lengths import Lengths, lengths, unseen_lengths
-from flashgen.op.taken import OneProblem, Taken
+from flashgen.op.padding_rows import clear_padding_rows
 from flashgen.reference import tiled
 from flashgen.reference.programs import Place
 from flashgen.reference.shard import Shard
@@ -33,7 +33,7 @@ _DERIVATIVES = "derivatives of derivatives are computed sequence by sequence"
 
 
 @dataclass(frozen=True)
-class RaggedCall(Taken):
+class RaggedCall(KindCall):
     """A ragged batch; ``starts`` say where sequences begin, on the device of q."""
 
     found: Lengths
@@ -48,13 +48,13 @@ class RaggedCall(Taken):
 
     def finish(self, o: Tensor, lse: Tensor | None) -> None:
         """Rows behind the last sequence belong to none."""
-        clear_behind(self.found, self.starts, (o,) if lse is None else (o, lse.t()[:, :, None]), ())
+        clear_padding_rows(self.found, self.starts, (o,) if lse is None else (o, lse.t()[:, :, None]), ())
 
     def finish_gradients(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        clear_behind(self.found, self.starts, (dq,), (dk, dv))
+        clear_padding_rows(self.found, self.starts, (dq,), (dk, dv))
 
 
-def take(checker: CallChecker, tensors: Tensors, rest: Rest, derives: bool) -> RaggedCall:
+def kind_call(checker: CallChecker, tensors: Tensors, rest: Rest, derives: bool) -> RaggedCall:
     """The call of an operator's arguments. ``derives``: the host has to know the lengths, as what runs is no kernel.
 
     Raises ``TypeError`` and ``ValueError``.

@@ -26,7 +26,7 @@ from torch.compiler import is_compiling
 from torch.library import Library
 
 from flashgen.hosts.kernel import Node
-from flashgen.op import duals
+from flashgen.op import dual_tensors
 from flashgen.op.call import Attended, Call, Rest, Tensors
 from flashgen.op.conversion import offset_arguments
 from flashgen.op.derivatives import by_operator, tangents_of
@@ -35,9 +35,9 @@ from flashgen.op.fakes import fake_backward, fake_forward
 from flashgen.op.flops import count_flops
 from flashgen.op.mapping import Batch, folded_inputs, has_samples, mapped
 from flashgen.op.node import extension, node_of
-from flashgen.op.plain import check_tensors, has_distributed, is_plain, is_what_it_seems, transforming, with_memory
 from flashgen.op.registered import NAMESPACE, Registered, registry
 from flashgen.op.signature import TORCH_DTYPES
+from flashgen.op.tensor_kinds import check_tensors, has_distributed, have_memory, is_plain, transforming, with_memory
 
 
 def _any_of_them_requires_grad(*args: object) -> bool:
@@ -190,7 +190,7 @@ def _gradients(
         try:
             return op.engine.gradients(d_o, (d_lse, *kept) if kept else (None,) * 4, tensors, rest, needs)
         except RuntimeError:  # as in `call`
-            if is_what_it_seems((*arriving, *tensors)):
+            if have_memory((*arriving, *tensors)):
                 raise
     args = (d_o, *((d_lse, *kept) if kept else ()), *tensors)
     if transforming() or has_samples(args):
@@ -237,13 +237,13 @@ def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], determin
                 return result[:2] if return_lse else result
             o, lse, _ = op.engine.attend(tensors, rest, return_lse)
         except (RuntimeError, AttributeError):  # the memory of what has none was asked for, or None for the type of q
-            if is_what_it_seems(tensors) and None not in tensors[:3]:
+            if have_memory(tensors) and None not in tensors[:3]:
                 raise
         else:
             return (o, lse) if return_lse else o
     op = op.first or op  # so that both passes are its engine's
     if forward_ad._current_level >= 0 and not is_compiling():
-        found = duals.attend(op, tensors, rest, Attention.apply)
+        found = dual_tensors.attend(op, tensors, rest, Attention.apply)
         if found is not None:
             return found if return_lse else found[0]
     check_tensors(op.signature.inputs_by_name, tensors)

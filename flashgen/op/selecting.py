@@ -20,10 +20,10 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.kind import Kind
 from flashgen.op.block_order import CallsByBlocks
-from flashgen.op.call import Attended, Rest, Rows, Tensors
+from flashgen.op.call import Attended, Rest, Saved, Tensors
 from flashgen.op.checks import check_captured_type
 from flashgen.op.engine import Engine
-from flashgen.op.forward_mode import Moved
+from flashgen.op.forward_mode import Tangents
 from flashgen.op.grouped import GroupedCalls
 from flashgen.op.selected import captured_in_order
 from flashgen.reference.programs import Forward, Program, Reverse
@@ -77,14 +77,14 @@ class SelectingEngine(Engine):
             if found is not None:
                 return found
         inner, own = self.resolved(tensors, rest)
-        if self._grouped is not None and into is None and self._grouped.taken(tensors, rest) is not None:
+        if self._grouped is not None and into is None and self._grouped.grouped_call(tensors, rest) is not None:
             return self._grouped.attend(own, rest, keeps_lse)
         return inner.attend(own, rest, keeps_lse, into)
 
     def runs_instead(self, tensors: Tensors, rest: Rest) -> str:
         """As ``Engine`` has it."""
         by_blocks = self._blocks is not None and self._blocks.order(tensors, rest) is not None
-        grouped = self._grouped is not None and self._grouped.taken(tensors, rest) is not None
+        grouped = self._grouped is not None and self._grouped.grouped_call(tensors, rest) is not None
         if not (by_blocks or grouped):
             return ""
         forward = "forward kernels for caches run, a query a tile"
@@ -94,7 +94,7 @@ class SelectingEngine(Engine):
         return f"the heads that share a list are the rows of a tile: {forward}, backward {backward}"
 
     def gradients(
-        self, d_o: Tensor, rows: Rows, tensors: Tensors, rest: Rest, needs: Sequence[bool], **parts: Any
+        self, d_o: Tensor, rows: Saved, tensors: Tensors, rest: Rest, needs: Sequence[bool], **parts: Any
     ) -> list[Tensor]:
         """The gradients that are needed, in the order of the inputs: none is of a list, nor of what is made of it."""
         if self._grouped is not None and not parts.get("is_part"):
@@ -123,16 +123,16 @@ class SelectingEngine(Engine):
         )
         return inner.derive(replace(inner.program, steps=steps), (*own, *values[count:]), rest)
 
-    def attend_and_move(self, tensors: Tensors, tangents: Sequence[Tensor | None], rest: Rest) -> Moved | None:
+    def attend_tangents(self, tensors: Tensors, tangents: Sequence[Tensor | None], rest: Rest) -> Tangents | None:
         """The same of the lowered spec's engine."""
         inner, own = self.resolved(tensors, rest)
         by_place = {place: x for place, x in zip(self._places, tangents, strict=False) if x is not None}
-        return inner.attend_and_move(own, [by_place.get(n) for n in range(len(own))], rest)
+        return inner.attend_tangents(own, [by_place.get(n) for n in range(len(own))], rest)
 
     def _sizes(self, tensors: Tensors, rest: Rest) -> Mapping[str, int]:
         """The sizes of the whole problem. Raises ``ValueError`` where shapes do not fit."""
         q, k, v = tensors[:3]
         numbers: Any = rest[0]
-        if self._takes is not None:
-            numbers = self._takes.whole_numbers((q, k, v), tensors[self._end_of_inputs :], numbers)
+        if self._rules is not None:
+            numbers = self._rules.whole_numbers((q, k, v), tensors[self._end_of_inputs :], numbers)
         return self.checker.checks.shapes(self.spec, q, k, v, tensors[3 : self._end], numbers)[1]

@@ -22,7 +22,7 @@ def packed(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.contiguous()
 
 
-def put(found: Sequence[Tensor | None], into: Sequence[Tensor | None]) -> Any:
+def copied_to(found: Sequence[Tensor | None], into: Sequence[Tensor | None]) -> Any:
     """What was found, where it is wanted."""
     for x, place in zip(found, into, strict=True):
         if x is not None and place is not None:
@@ -35,9 +35,9 @@ def address(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def with_strides(kernel: Kernel, settled: Values, rows: Mapping[str, Sequence[int]]) -> Values:
+def with_strides(kernel: Kernel, fixed: Values, rows: Mapping[str, Sequence[int]]) -> Values:
     """The settled values of a call, with other strides, of b, h and n, of some of its rows."""
-    layout, values = kernel.layout, list(settled)
+    layout, values = kernel.layout, list(fixed)
     for name, strides in rows.items():
         for axis, stride in zip(AXES, strides, strict=False):
             values[layout.slots[stride_of(name, axis)] - layout.varying] = stride
@@ -54,10 +54,10 @@ def places_of(rows: Sequence[Tensor | None]) -> tuple[tuple[int, ...], ...]:
     return tuple(() if x is None else x.stride() for x in rows)
 
 
-def within(kernel: Kernel, settled: Values, rows: Mapping[str, Tensor | None], lse: Tensor | None) -> Values:
+def in_slices(kernel: Kernel, fixed: Values, rows: Mapping[str, Tensor | None], lse: Tensor | None) -> Values:
     """The settled values of a call whose results are rows of larger tensors."""
     strides = {name: x.stride() for name, x in rows.items() if x is not None}
-    values = list(with_strides(kernel, settled, strides))
+    values = list(with_strides(kernel, fixed, strides))
     if lse is not None:
         values[kernel.layout.slots[HEAD_ROWS] - kernel.layout.varying] = lse.stride(1)
     return values

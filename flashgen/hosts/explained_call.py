@@ -12,7 +12,7 @@ from flashgen.reference.shard import Shard
 
 
 @dataclass(frozen=True)
-class AskedCall:
+class ExplainedCall:
     """A call to explain.
 
     ``sizes`` are the numbers that the spec's sizes stand for, ``shard`` says where the call lies in the whole problem,

@@ -7,7 +7,7 @@ import weakref
 from torch import Tensor
 
 
-class Same:
+class UnchangedTensor:
     """A tensor, as it is now: equal to what was made of it while PyTorch counts nothing that is written to it.
 
     Not for tensors of inference mode, which nobody counts for.
@@ -17,7 +17,7 @@ class Same:
         self._tensor, self._version = weakref.ref(x), x._version
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Same):
+        if not isinstance(other, UnchangedTensor):
             return NotImplemented
         x = self._tensor()
         return x is not None and x is other._tensor() and self._version == other._version

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from flashgen.hosts.asked import AskedCall
+from flashgen.hosts.explained_call import ExplainedCall
 from flashgen.op.call import Call, Rest
 from flashgen.op.engine import Engine
 from flashgen.op.signature import ELEMENTS, TORCH_DTYPES
@@ -24,12 +24,12 @@ _TYPES = {dtype: element for element, dtype in TORCH_DTYPES.items()}
 
 
 # A call to explain, and what hosts are told of it.
-Asked = tuple[Call, AskedCall]
+Asked = tuple[Call, ExplainedCall]
 
 
-def ask(engine: Engine, tensors: Sequence[Any], rest: Rest, dropout_p: Any, device: torch.device) -> Asked:
+def explained_call(engine: Engine, tensors: Sequence[Any], rest: Rest, dropout_p: Any, device: torch.device) -> Asked:
     """The call of q, k, v, captured tensors and params; tensors on ``meta`` are taken to be on ``device``."""
-    engine, tensors = engine.resolved(tuple(placed(x, device) for x in tensors), rest)
+    engine, tensors = engine.resolved(tuple(with_device(x, device) for x in tensors), rest)
     spec, end = engine.spec, 3 + len(engine.spec.tensors)
     inputs = tensors[:end]
     call = engine.checker.find(inputs, rest)
@@ -38,7 +38,7 @@ def ask(engine: Engine, tensors: Sequence[Any], rest: Rest, dropout_p: Any, devi
     values: dict[str, float] = {"deterministic": float(rest[1]), "element": ELEMENTS.get(inputs[0].dtype, 0)}
     if call.kernel is not None:
         layout = call.kernel.layout
-        values |= layout.named([*([0] * layout.varying), *call.settled])
+        values |= layout.named([*([0] * layout.varying), *call.fixed])
     values |= {param_field(name): value for name, value in known.items()}
     values["dropout_threshold"] = _threshold(engine, call, dropout_p, known)
     wanted = [isinstance(x, Tensor) and x.requires_grad for x in tensors]
@@ -46,7 +46,7 @@ def ask(engine: Engine, tensors: Sequence[Any], rest: Rest, dropout_p: Any, devi
     for (name, is_learned), asks in zip(declared, wanted[3:], strict=False):
         if is_learned:
             values[gradient_field(name)] = float(asks or not any(wanted))
-    told = AskedCall(
+    told = ExplainedCall(
         head_dim=call.head_dim,
         element=_TYPES[inputs[0].dtype],
         shard=call.shard,
@@ -59,7 +59,7 @@ def ask(engine: Engine, tensors: Sequence[Any], rest: Rest, dropout_p: Any, devi
     return call, told
 
 
-def placed(x: Any, device: torch.device) -> Any:
+def with_device(x: Any, device: torch.device) -> Any:
     """A tensor without memory on the device, in the place of one on ``meta``."""
     if not isinstance(x, Tensor) or not x.is_meta or isinstance(x, FakeTensor):
         return x

@@ -28,7 +28,7 @@ OneProblem = tuple[int, Shard, Tensors, View]
 
 
 @dataclass(frozen=True)
-class Taken:
+class KindCall:
     """The call; ``rest`` is what the checker finds it by. ``pointers`` are the values of the kind's pointers."""
 
     call: Call

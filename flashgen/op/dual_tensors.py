@@ -20,8 +20,8 @@ from torch.autograd import forward_ad
 
 from flashgen.op.call import Rest
 from flashgen.op.derivatives import How, differentiable, typed_as
-from flashgen.op.plain import lies_in_memory, with_memory
 from flashgen.op.registered import Registered
+from flashgen.op.tensor_kinds import lies_in_memory, with_memory
 
 # ``Attention.apply`` of an op, what computes o, lse and its parts, and the rest of a call.
 Apply = Callable[..., Any]
@@ -64,7 +64,7 @@ def _attended(
     own, tangents = with_memory(own), with_memory(typed_as(own, tangents))
     if not lies_in_memory((*own, *tangents)):
         return None
-    found = op.engine.attend_and_move(own, tangents, rest)
+    found = op.engine.attend_tangents(own, tangents, rest)
     if found is None or found.o is None:
         return None
     watched = is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (*own, *tangents))

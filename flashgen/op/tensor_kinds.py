@@ -55,7 +55,7 @@ def is_plain(tensors: Sequence[Any]) -> bool:
     return True
 
 
-def is_what_it_seems(tensors: Sequence[Any]) -> bool:
+def have_memory(tensors: Sequence[Any]) -> bool:
     """Whether these tensors, which look plain, have memory. To ask before each call costs a tenth of a small one."""
     return all(x is None or _has_memory(x) for x in tensors)
 

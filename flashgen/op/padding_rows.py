@@ -36,7 +36,9 @@ class Cleared(ctypes.Structure):
     _fields_ = (("of", Behind * 3), ("count", ctypes.c_int64), ("warps", ctypes.c_int64))
 
 
-def clear_behind(found: Lengths, starts: tuple[Tensor, Tensor], of_q: Sequence[Tensor], of_k: Sequence[Tensor]) -> None:
+def clear_padding_rows(
+    found: Lengths, starts: tuple[Tensor, Tensor], of_q: Sequence[Tensor], of_k: Sequence[Tensor]
+) -> None:
     """Write zeros to the rows behind those of all sequences, in tensors [rows, H, width] of q, and of k."""
     if found.starts is None and starts[0].is_cuda:
         packed = arguments([(x, starts[0]) for x in of_q] + [(x, starts[1]) for x in of_k])
@@ -53,14 +55,14 @@ def clear_behind(found: Lengths, starts: tuple[Tensor, Tensor], of_q: Sequence[T
 def arguments(cleared: Sequence[tuple[Tensor, Tensor]]) -> Cleared:
     """Of a launch: tensors, each with where sequences begin among its rows."""
     layouts = tuple([(x.shape, x.stride(), x.element_size()) for x, _ in cleared])
-    packed = Cleared.from_buffer_copy(_settled(layouts))
+    packed = Cleared.from_buffer_copy(_fixed(layouts))
     for place, (x, starts) in zip(packed.of, cleared, strict=False):
         place.at, place.end = x.data_ptr(), starts.data_ptr() + 4 * (starts.shape[0] - 1)
     return packed
 
 
 @functools.lru_cache(maxsize=512)
-def _settled(layouts: tuple[tuple[Sequence[int], Sequence[int], int], ...]) -> bytes:
+def _fixed(layouts: tuple[tuple[Sequence[int], Sequence[int], int], ...]) -> bytes:
     """All but addresses."""
     places = [Behind(0, 0, *shape, *strides, size) for shape, strides, size in layouts]
     return bytes(Cleared((Behind * 3)(*places), len(places), WARPS))
