@@ -96,8 +96,10 @@ def tile_choices(variant: Variant, device: Device, identity: str | None = None) 
             continue
         if tuning.passes:
             found.append((tuning, pins))
-    if not known:
-        remarks += _unused(store.of_other_versions(variant, identity))
+    older = () if known else store.of_other_versions(variant, identity)
+    if older:
+        kept = f"tuned tiles of flashgen {', '.join(older)} are kept and not used by {__version__}"
+        remarks.append(f"{kept}: run `flashgen tune` again")
     return TileChoices(variant, device, tuple(found), tuple(remarks))
 
 
@@ -115,10 +117,3 @@ def planned_at(variant: Variant, device: Device, shape: Shape) -> Any:
     by_element = {each: choices.of_call(each, shape) for each in own.elements_apart}
     plans = {each: with_reasons(compiled(variant, target, pins).plan, pins) for each, pins in by_element.items()}
     return own.joined({each: (plan, plan) for each, plan in plans.items()})
-
-
-def _unused(versions: tuple[str, ...]) -> tuple[str, ...]:
-    if not versions:
-        return ()
-    old = ", ".join(versions)
-    return (f"tuned tiles of flashgen {old} are kept and not used by {__version__}: run `flashgen tune` again",)

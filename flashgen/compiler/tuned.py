@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +74,7 @@ class TunedStore:
         """Add or replace one class. Raises ``OSError`` where the folder cannot be written."""
         self.root.mkdir(parents=True, exist_ok=True)
         path = self._path(variant, device)
-        with self._lock(path):
+        with filelock.FileLock(path.with_suffix(".lock"), timeout=_LOCK_SECONDS):
             tunings = {**self.tunings(variant, device), tuning.shape_class: tuning}
             content = {
                 "flashgen": __version__,
@@ -114,11 +114,6 @@ class TunedStore:
         identity = f"{device}\n{canonical(variant.spec)}\n{variant.head_dim}"
         digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
         return self.root / f"{variant.spec.name}-{digest}-{__version__}.json"
-
-    @contextlib.contextmanager
-    def _lock(self, path: Path) -> Iterator[None]:
-        with filelock.FileLock(path.with_suffix(".lock"), timeout=_LOCK_SECONDS):
-            yield
 
     def _read(self, path: Path) -> TunedFile | None:
         try:

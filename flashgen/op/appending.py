@@ -46,10 +46,10 @@ Strides = tuple[int, ...]
 
 
 def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Cache:
-    """Write k and v behind the rows of each sequence, divided by the factors of a cache of 8 bits where they have more.
+    """Write k and v behind the rows of each sequence. Wider k and v are divided by the factors of a cache of 8 bits.
 
-    Of two rows at one place one stays; on a CPU, or where lengths are checked, they are an error, and everywhere where
-    the caches themselves share memory. Raises ``ValueError`` and ``TypeError``.
+    Two rows at one place are an error on a CPU, and where lengths are checked; else one of them stays. Caches that
+    share memory are an error everywhere. Raises ``ValueError`` and ``TypeError``.
     """
     new, batch = k.shape[2] if k.dim() == 4 else 0, cache.lengths.shape[0]
     for name, x, to in (("k", k, k_cache), ("v", v, v_cache)):
@@ -79,9 +79,10 @@ def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor)
 
 
 def written(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> tuple[Cache, Tensor, Tensor]:
-    """The same unseen by autograd, as a cache would hold the graphs of all steps; and the caches for who reads them.
+    """``append`` unseen by autograd, as a cache would hold the graphs of all steps. Returns the caches to read, too.
 
-    There are no gradients; who asks for those of k and v is told so, as the call's keys require one.
+    k and v have no gradients. Where one is asked for, the keys that are returned require a gradient, so that the call
+    refuses it.
     """
     is_watched = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
     if not is_watched or is_compiling() or transforming():
@@ -95,7 +96,7 @@ def written(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor
 
 
 def _places(cache: Cache, k_cache: Tensor, new: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the new rows of each sequence: their numbers, their entry or page, and where they lie in it."""
+    """The numbers of the new rows of each sequence, their entry or page, and their places in it."""
     places = cache.lengths[:, None].long() + torch.arange(new, device=k_cache.device)
     if not cache.is_paged:
         return places, cache.in_numbers().entries.long()[:, None].expand(places.shape), places
@@ -118,7 +119,7 @@ def _name_what_lies_outside(cache: Cache, k_cache: Tensor, new: int) -> None:
 
 
 def _by_operators(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Cache:
-    """The same; a row without a place stops a GPU before one is written."""
+    """``append`` by PyTorch's operators. On a GPU a row without a place fails an assertion before rows are written."""
     check_caches(k_cache, v_cache, in_memory=not is_compiling() and lies_in_memory((k_cache, v_cache)))
     new, capacity = k.shape[2], cache.capacity(k_cache)
     places, outer, inner = _places(cache, k_cache, new)
@@ -175,7 +176,7 @@ def arguments(
     cached: Sequence[Tensor],
     fresh: Sequence[Tensor],
 ) -> Arguments:
-    """Of a launch; tensors as the operator has them, keys before values."""
+    """The arguments of a launch, of the operator's tensors, keys before values. An empty tensor has address 0."""
     (k, v), (k_cache, v_cache), (k_factors, v_factors) = fresh, cached, factors
     at = k.data_ptr(), k_cache.data_ptr(), v.data_ptr(), v_cache.data_ptr()
     key = (
@@ -185,16 +186,16 @@ def arguments(
     )  # fmt: skip
     packed = Arguments.from_buffer_copy(_fixed(key))
     keys, values = packed.of
-    keys.source, keys.to, keys.factors = at[0], at[1], _address(k_factors)
-    values.source, values.to, values.factors = at[2], at[3], _address(v_factors)
+    keys.source, keys.to, keys.factors = at[0], at[1], k_factors.data_ptr()
+    values.source, values.to, values.factors = at[2], at[3], v_factors.data_ptr()
     packed.lengths, packed.filled = lengths.data_ptr(), filled.data_ptr()
-    packed.entries, packed.pages = _address(entries), _address(blocks)
+    packed.entries, packed.pages = entries.data_ptr(), blocks.data_ptr()
     return packed
 
 
 @functools.lru_cache(maxsize=512)
 def _fixed(key: tuple[Any, ...]) -> bytes:
-    """All but addresses, of which the last digits are known."""
+    """The bytes of ``Arguments`` without addresses, of which the key has the remainders modulo 16."""
     k, k_by, k_cache, k_cache_by, v, v_by, v_cache_by, of_k, of_v, columns, *ends = key
     of_keys = _rows(k[3], (k_by, k_cache_by), of_k, ends[:2])
     of_values = _rows(v[3], (v_by, v_cache_by), of_v, ends[2:])
@@ -228,10 +229,6 @@ def _unit(sizes: tuple[int, int], width: int, addresses: Sequence[int], strides:
     return next((unit for unit in (16, 8, 4) if size < unit <= most and not any(n % unit for n in numbers)), size)
 
 
-def _address(x: Tensor) -> int:
-    return x.data_ptr() if x.numel() else 0
-
-
 def _append(
     lengths: Tensor, entries: Tensor, blocks: Tensor, k_factors: Tensor, v_factors: Tensor,
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor,
@@ -248,10 +245,6 @@ def _append(
     return filled
 
 
-def _fake(lengths: Tensor, *_: Tensor) -> Tensor:
-    return torch.empty_like(lengths)
-
-
 def _register() -> None:
     names = ("lengths", "entries", "blocks", "k_factors", "v_factors", "k_cache", "v_cache", "k", "v")
     marks: dict[str, str] = {"k_cache": "(a!)", "v_cache": "(b!)"}
@@ -259,7 +252,7 @@ def _register() -> None:
     made: Any = library()
     made.define(f"{_OPERATOR}({schema}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     made.impl(_OPERATOR, _append, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{_OPERATOR}", _fake, lib=made)
+    torch.library.register_fake(f"{NAMESPACE}::{_OPERATOR}", lambda lengths, *_: torch.empty_like(lengths), lib=made)
 
 
 _register()

@@ -138,7 +138,8 @@ class ForwardMode:
             found[name] = None if tangent is None else readable(kernel, tangent)
         for (name, x), tangent in zip(problem.tensors.items(), tangents[len(_ROWS) :], strict=False):
             if name in self._names:
-                found[tensor_field(self._names[name])] = _like_nothing(x) if tangent is None else tangent
+                zero = x.new_zeros(())  # one number, whatever the index
+                found[tensor_field(self._names[name])] = zero.expand(x.shape) if tangent is None else tangent
         return found
 
     def _run(
@@ -338,11 +339,6 @@ def _number(param: Param, value: Tensor | float) -> float:
 def _there(x: Tensor | None) -> Tensor:
     assert x is not None
     return x
-
-
-def _like_nothing(x: Tensor) -> Tensor:
-    """The tangent of what does not move: one zero, whatever the index."""
-    return x.new_zeros(()).expand(x.shape)
 
 
 def _arriving(values: Sequence[Any], places: Mapping[int, int]) -> Arriving:

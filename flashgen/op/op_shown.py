@@ -78,7 +78,7 @@ class ShownOp(OpCalls):
         _return_lse: bool,
     ) -> Explanation:
         """What a call runs whose arguments are bound, in the place of ``registration.call``."""
-        signature, widens = self._signature, ""
+        signature, widens = self.signature, ""
         rest: Rest = (offset_arguments(offsets), deterministic)
         dropout_p = tensors[signature.inputs + 1] if signature.has_dropout else None
         call, told = explained_call(op.engine, tensors, rest, dropout_p, device)

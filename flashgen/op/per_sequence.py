@@ -49,25 +49,23 @@ class PerSequence:
         return Dropout(probability, whole.seed)
 
     def tables(self) -> tuple[list[Tensor | None], int | None]:
-        """What may change, on the device of the call, and the largest threshold of dropout where that does."""
-        arrays = self._arrays()
-        threshold = None if self._spec.dropout is None or arrays[0] is None else int(arrays[0].max(initial=0))
-        return [None if x is None else torch.from_numpy(x).to(self._call.device) for x in arrays], threshold
+        """Tables with a number a sequence, on the device of the call, and its largest threshold if dropout varies.
 
-    def _arrays(self) -> list[np.ndarray[Any, Any] | None]:
-        """One number a sequence of all that may change, dropout before params; None for what does not."""
-        count, found = len(self._pairs), []
-        if self._spec.dropout is not None:
-            own = [drop_threshold(self._at(number)[1]) for number in range(count)] if self._own_dropout else None
-            found.append(None if own is None else np.asarray(own, np.uint32))
-            found.append(None if own is None else np.asarray([survivor_scale(each) for each in own], np.float32))
+        Threshold and scale of dropout come before params. None stands for a number that all sequences share.
+        """
+        count, threshold = len(self._pairs), None
+        found: list[np.ndarray[Any, Any] | None] = [] if self._spec.dropout is None else [None, None]
+        if self._own_dropout:
+            own = [drop_threshold(self._at(number)[1]) for number in range(count)]
+            found = [np.asarray(own, np.uint32), np.asarray([survivor_scale(each) for each in own], np.float32)]
+            threshold = max(own, default=0)
         for n, param in enumerate(self._spec.params):
             values: np.ndarray[Any, Any] | None = None
             if param.name in self._by_length:
                 dtype = np.float32 if param.type is ScalarType.FLOAT else np.int32
                 values = np.asarray([self._at(number)[0][n] for number in range(count)], dtype)
             found.append(values)
-        return found
+        return [None if x is None else torch.from_numpy(x).to(self._call.device) for x in found], threshold
 
     def _at(self, number: int) -> tuple[tuple[float, ...], float]:
         lens = self._pairs[number]

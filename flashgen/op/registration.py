@@ -2,8 +2,8 @@
 
 In: a name, a ``Signature`` and an ``Engine``. Out: the forward operator. The name carries a hash of what the op
 computes and nothing of how this machine does, so that exported programs find it in other processes. Ops of one name
-may have engines of their own (tiles that were tuned since, a package's sources): plain calls take the op's own, what
-goes by the dispatcher that of the first.
+may have engines of their own (tiles that were tuned since, a package's sources): eager calls run the op's own engine,
+calls through the dispatcher that of the first op.
 
     AutocastCPU, AutocastCUDA   casts q, k, v to the type of the region, captured tensors to their declared ones
     Autograd                    saves for backward; backward calls the backward operator
@@ -70,7 +70,7 @@ def register(
 
 @functools.cache
 def library() -> Library:
-    """Of all operators here."""
+    """The library of all operators of flashgen."""
     return Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
@@ -255,8 +255,7 @@ def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], determin
     if not is_compiling():
         tensors = with_memory(tensors)
     if transforming():
-        # What they save is what runs: the dispatcher would cast below them.
-        tensors = _cast_for_region(op, tensors)
+        tensors = _cast_for_region(op, tensors)  # autograd saves these: the dispatcher would cast below it
         how = (op, op.attend_below_autograd, rest, op.signature.has_lse)
         result = TransformedAttention.apply(how, *tensors)  # type: ignore[no-untyped-call]
     else:
@@ -280,7 +279,7 @@ def _by_node(op: Registered, tensors: Tensors, rest: Rest) -> Any:
 
 
 def _node_of(op: Registered, known: Call, tensors: Tensors, rest: Rest) -> Node | None:
-    """The node in C++, which asks here for gradients that it cannot give."""
+    """The node in C++, with the Python function that gives gradients where C++ cannot."""
 
     def gradients(d_o: Tensor, kept: Tensors, tensors: Tensors, needs: Sequence[bool]) -> Sequence[Tensor]:
         return _gradients(op, (d_o, None), kept, tensors, rest, needs)
@@ -322,7 +321,7 @@ def _autocast(op: Registered, device: str, *args: Any) -> Any:
 
 
 def _cast_for_region(op: Registered, tensors: Tensors) -> Tensors:
-    """What a region of autocast makes of the tensors of a call, and these where there is none."""
+    """The tensors of a call in the types of a region of autocast; unchanged outside of one."""
     device = tensors[0].device.type
     return _cast(op, device, tensors) if torch.is_autocast_enabled(device) else tensors
 
