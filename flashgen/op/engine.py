@@ -52,11 +52,11 @@ def _as_they_are(_rows: Sequence[Tensor], _own: Sequence[Tensor], numbers: Seque
 
 @dataclass(frozen=True)
 class CallRules:
-    """What calls of a kind are, where they are more than dense ones.
+    """How calls of a kind differ from dense ones.
 
-    ``kind_call`` gives the call of an operator's arguments, by its last one of a call to be differentiated, not run by
-    kernels. ``whole_numbers`` gives what shapes are checked with, by q, k and v, the kind's own tensors and numbers.
-    ``no_gradients`` and ``no_derivatives`` are what is said where there are none.
+    ``kind_call`` makes a ``KindCall`` of an operator's arguments; its last argument says whether derivatives are to be
+    computed without kernels. ``whole_numbers`` gives the numbers that shapes are checked with, by q, k and v, the
+    kind's own tensors and numbers. ``no_gradients`` and ``no_derivatives`` are error messages of kinds without these.
     """
 
     kind_call: Callable[[CallChecker, Tensors, Rest, bool], KindCall]
@@ -65,7 +65,7 @@ class CallRules:
     no_derivatives: str = ""
 
 
-# By the names of kinds; calls of others take what dense ones take.
+# By the names of kinds. Kinds that are not here are called as dense ones are.
 CALL_RULES: Mapping[str, CallRules] = {
     RAGGED.name: CallRules(ragged.kind_call, ragged.whole_numbers),
     CACHED.name: CallRules(
@@ -86,11 +86,10 @@ class Engine(Formula):
     """Forward and backward of one spec and kind of call: on kernels, or on the reference.
 
     ``kernels`` holds a provider for each type of device that there are kernels for; None where the reference stands in,
-    in slices of ``pairs``. ``pairs`` None runs the reference densely, on any device. What a kind does not say by
-    itself is in ``CALL_RULES``, and in ``CHECKS`` (``checks.py``).
+    in slices of ``pairs``. ``pairs`` None runs the reference densely, on any device. ``CALL_RULES`` and ``CHECKS``
+    (``checks.py``) say how kinds differ. ``has_nodes``: C++ may start calls (``node.py``).
     """
 
-    has_nodes = False  # whether C++ may start its calls (op/node.py)
     last_node: tuple[Rest, Node] | None = None
 
     def __init__(
@@ -127,25 +126,25 @@ class Engine(Formula):
                 raise ValueError(f"'{name}' is {x.dtype} {list(x.shape)}; of q and v it is {dtype} {list(wanted)}")
         return self.gradients(d_o, rows, args[first:end], (args[end:-2], args[-2]), args[-1])
 
-    def resolved(self, tensors: Tensors, rest: Rest) -> tuple[Engine, Tensors]:  # noqa: ARG002 - others look at it
+    def resolved(self, tensors: Tensors, rest: Rest) -> tuple[Engine, Tensors]:  # noqa: ARG002 - subclasses look at it
         """The engine whose kernels run, and the tensors that it is given."""
         return self, tensors
 
-    def runs_instead(self, tensors: Tensors, rest: Rest) -> str:  # noqa: ARG002 - others look at it
-        """What runs in the place of the kernels that ``resolved`` leads to, in words; nothing where these run."""
+    def runs_instead(self, tensors: Tensors, rest: Rest) -> str:  # noqa: ARG002 - subclasses look at it
+        """The kernels that run instead of those that ``resolved`` leads to, in words; empty where these run."""
         return ""
 
     def has_kernel(self, q: Tensor, v: Tensor) -> bool:
-        """Whether kernels of its kind run for tensors like these."""
+        """Whether kernels of the engine's kind run for tensors like these."""
         return self.checker.kernel(q, v) is not None
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True, into: Attended | None = None) -> Attended:
-        """``o``, ``lse`` and its parts; these are None for pointwise weights, and may be where they are not kept.
+        """``o``, ``lse`` and its parts. Pointwise weights have no lse; without ``keeps_lse`` it may be None, too.
 
-        They are written to ``into``, if given: the same rows of tensors that have more, those of lse of contiguous
-        ones. For kinds whose kernels write there.
+        Results are written to ``into``, if given: slices of larger tensors, of contiguous ones for lse. Only kinds
+        whose kernels write slices take ``into``.
         """
         kind_call = None
         if self._rules is None:
@@ -183,8 +182,8 @@ class Engine(Formula):
         return o if into is not None or call.o is wanted else laid(o, wanted), lse, parts
 
     def _results(self, call: Call, q: Tensor, keeps_lse: bool) -> Attended:
-        """What a kernel fills; parts that it leaves alone are zero."""
-        # To ask for what is like a tensor takes half as long.
+        """Fresh o, lse and its parts for a kernel to fill; parts that it does not write are zero."""
+        # empty_like takes half of the time.
         o = empty_like(q) if call.o_is_like_q else empty_strided(*call.o, dtype=call.written, device=call.device)
         if not (self.signature.has_lse and (keeps_lse or call.needs_lse)):
             return o, None, None
@@ -203,7 +202,7 @@ class Engine(Formula):
         return laid(o, kind_call.call.o).to(kind_call.call.written), lse, parts
 
     def _widened(self, kind_call: KindCall) -> tuple[Engine, Tensors] | None:
-        """What runs 8 bits that no kernel takes, and parts of 16 bits: numbers of more bits; None for all else."""
+        """The engine and wider tensors for a call on 8 bits that no kernel takes, or on parts of 16 bits; else None."""
         tensors, numbers = kind_call.tensors, kind_call.widened(self.checker.dtypes)
         if numbers is not None:
             return self._wide, numbers
@@ -229,11 +228,12 @@ class Engine(Formula):
         is_part: bool = False,
         into: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
-        """The gradients that are needed, in the order of the inputs, each like what it is the gradient of.
+        """The gradients that are needed, in the order of the inputs, each in the layout of its input.
 
-        ``is_part``: o and lse are those of rows over more keys than k and v have, and gradients of captured values stay
-        float32, as others are added to them. Those of q, k and v are written to ``into``, if given, as by ``attend``,
-        whose o, lse and parts ``rows`` has then. Raises ``RuntimeError`` where a kind has none.
+        ``is_part``: o and lse cover more keys than k and v have. Gradients of captured values then stay float32, as
+        those of other parts are added to them. dq, dk and dv are written to ``into``, if given, slices as ``attend``
+        takes them; then ``rows`` has o, lse and parts that ``attend`` wrote. Raises ``RuntimeError`` for a kind without
+        gradients.
         """
         kind_call = None
         if self._rules is None:
@@ -286,7 +286,7 @@ class Engine(Formula):
         return found + _as_asked(sums, is_part) if sums else found
 
     def _stored(self, kernel: Kernel, call: Call) -> Stored:
-        """How its kernels store gradients of captured tensors, where results need not repeat."""
+        """How kernels of a call store gradients of captured tensors, where results need not repeat."""
         if not call.stored:
             names, summed = self._values.stored, self._values.summed
             whole = kernel.stored_whole(call.fixed) if names or summed else frozenset()
@@ -305,7 +305,7 @@ class Engine(Formula):
     # What both passes share -------------------------------------------------------------------------------------------
 
     def _kind_call(self, tensors: Tensors, rest: Rest, refusal: str = "", *, derives: bool = False) -> KindCall:
-        """The call, with what its kind has beside a dense one. Raises ``RuntimeError`` where it is refused."""
+        """The call with the tensors and numbers of its kind. Raises ``RuntimeError`` with a ``refusal``."""
         if self._rules is None:
             return KindCall(self.checker.find(tensors, rest), tensors, rest, [])
         refusal = self._rules.no_derivatives if derives else refusal
@@ -326,13 +326,13 @@ class Engine(Formula):
     def _add_own(
         self, values: list[float], kernel: Kernel, kind_call: KindCall, captured: Captured | None, drops: bool
     ) -> tuple[bool, object]:
-        """Add the values of the kind's own fields. Whether pairs are dropped; what to keep until the kernel ran."""
+        """Add the values of the kind's fields. Returns whether pairs are dropped, and tables to hold while it runs."""
         values += kind_call.pointers
         if captured is None or not self.kind.by_sequence:
             return drops, None
         tables, threshold = PerSequence(self.spec, kind_call, captured).tables()
         values += [address(x) for x in tables]
-        if threshold is not None:  # it says which kernels run
+        if threshold is not None:  # the launches depend on it
             values[kernel.layout.slots["dropout_threshold"]] = threshold
             drops = threshold > 0
         return drops, tables
@@ -354,7 +354,7 @@ class Engine(Formula):
 
 
 def _rows_of(call: Call, rows: Saved) -> tuple[Saved, list[Tensor]]:
-    """Rows as kernels take them, and gradients of q, k and v: they write all three, asked for or not."""
+    """Rows as kernels read them, and fresh dq, dk and dv: kernels write all three, asked for or not."""
     like_q, like_k, like_v = call.gradients
     fresh = [
         empty_strided(*like_q, dtype=call.written, device=call.device),
@@ -365,7 +365,7 @@ def _rows_of(call: Call, rows: Saved) -> tuple[Saved, list[Tensor]]:
 
 
 def _as_asked(sums: Sequence[tuple[Tensor | None, Any]], is_part: bool) -> list[Tensor]:
-    """Gradients of captured values, each in the type and on the device of its own; those of parts as they are."""
+    """Gradients of captured values, in the types and on the devices of the values; those of parts stay as they are."""
     return [
         total if is_part or (total.dtype is like.dtype and total.device == like.device) else total.to(like)
         for total, like in sums

@@ -35,22 +35,19 @@ def factors_of_call(rows: Sequence[Tensor], given: Sequence[object]) -> tuple[Te
 
 
 def wide_type(dtypes: Sequence[torch.dtype], device: torch.device) -> torch.dtype:
-    """Of the types that an op has kernels for, that which 8 bits are widened to where none takes these.
-
-    On a CPU it is the exact one, on a GPU a fast one.
-    """
+    """The type that 8 bits are widened to where no kernel takes them: the exact one on a CPU, a fast one on a GPU."""
     order = _ORDER_ON_CPUS if device.type == "cpu" else _ORDER_ON_GPUS
     return next(dtype for dtype in order if dtype in dtypes)
 
 
 @dataclass(frozen=True)
 class F8Call(KindCall):
-    """A call of 8 bits, with what q, k and v are multiplied by."""
+    """A call of 8 bits, with the factors of q, k and v."""
 
     factors: Sequence[Tensor]
 
     def widened(self, dtypes: Sequence[torch.dtype]) -> Tensors:
-        """Its tensors in the best of types that an op has kernels for."""
+        """The tensors of the call in the ``wide_type``."""
         dtype = wide_type(dtypes, self.call.device)
         wide = (from_8_bits(x, each, dtype) for x, each in zip(self.tensors[:3], self.factors, strict=True))
         return (*wide, *self.tensors[3:])

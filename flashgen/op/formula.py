@@ -1,8 +1,8 @@
-"""What an engine computes by no kernel of its own: calls on the reference, and derivatives of any order.
+"""What an engine computes without kernels of its kind: calls on the reference, and derivatives of any order.
 
-In: a call as its kind takes it; or a ``Program`` made of an engine's, and its values. Out: fresh tensors. The dense
-problems of a call are computed one after another, by PyTorch's operators; derivatives by kernels of forward mode where
-these take them.
+In: a ``KindCall``, or a ``Program`` made of the engine's own program, and its values. Out: fresh tensors. The dense
+problems of a call are computed one after another, by PyTorch's operators. Derivatives are computed by kernels of
+forward mode where there are some.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PLACES = (Place.QUERIES, Place.KEYS, Place.KEYS)  # of the gradients of q, k an
 
 
 class Formula:
-    """What an engine does by the formula of its spec, in slices of ``pairs``; None: densely."""
+    """The part of an engine that evaluates the formula of its spec, in slices of ``pairs``; None: densely."""
 
     spec: AttentionSpec
     kernels: Mapping[str, KernelProvider | None]
@@ -72,7 +72,7 @@ class Formula:
     def gradients_by_formula(
         self, kind_call: KindCall, d_o: Tensor, rows: Saved, needs: Sequence[bool], is_part: bool
     ) -> list[Tensor]:
-        """Those that are needed, in the order of the inputs. ``is_part``: as ``Engine.gradients`` says."""
+        """The gradients that are needed, in the order of the inputs. ``is_part``: as ``Engine.gradients`` says."""
         call, inputs = kind_call.call, kind_call.tensors[: self.signature.inputs]
         whole = (rows[1], rows[2]) if is_part and not self.kind.by_sequence else None
         dtype = type_of_sums(inputs[0].dtype)
@@ -96,9 +96,9 @@ class Formula:
         return found
 
     def problems(self, kind_call: KindCall, most: float = math.inf) -> Iterator[tuple[tiled.Problem, View]]:
-        """The dense problems of a call that give anything, and what each of them sees of a tensor of the call.
+        """The dense problems of a call, each with its view of the call's tensors.
 
-        A slice of one has so many pairs at ``most``; those of the reference are not cut.
+        A slice of a problem has so many pairs at ``most``. An engine without ``pairs`` does not slice.
         """
         if kind_call.call.threads != torch.get_num_threads():
             torch.set_num_threads(1)  # in a forked child, where PyTorch's own threads are missing just the same
@@ -122,17 +122,17 @@ class Formula:
 
     @functools.cached_property
     def program(self) -> Program:
-        """The op as what derivatives are made of: its tensors, those without gradients too, to o and lse."""
+        """The program from all of the op's tensors to o and lse, of which derivatives are made."""
         return tiled.program_of(self.spec, self.signature.tensor_arguments)
 
     @functools.cached_property
     def forward_mode(self) -> ForwardMode:
-        """What runs kernels of tangents."""
+        """The kernels of tangents."""
         return ForwardMode(self.spec)
 
     @property
     def derives(self) -> str:
-        """What runs programs that no kernel does, in words."""
+        """How programs run without kernels, in words."""
         if self.pairs is None:
             return "the dense formula by PyTorch's operators, matrices of all pairs"
         pairs = min(self.pairs, tiled.DERIVATIVE_PAIRS)
@@ -209,7 +209,7 @@ class Formula:
         return self.forward_mode.run(kernel, problem, moves, deterministic=rest[1], keeps_o=True)
 
     def _kernels_of_tangents(self, problem: tiled.Problem, rest: Rest) -> KernelsOfTangents | None:
-        """Those of forward mode that take a problem, if there are any."""
+        """The kernels of forward mode that take a problem, if there are any."""
         q = problem.q
         kernel = self.checker.dense_kernel(q, problem.v) if q.dtype in ELEMENTS else None
         forward = None if kernel is None else _taking(kernel, FORWARD_MODE, q)
@@ -226,10 +226,10 @@ def _taking(kernel: Kernel, kind: Kind, q: Tensor) -> Kernel | None:
 
 
 def _zeros(likes: Sequence[tuple[Sequence[int], Any]], dtype: torch.dtype, values: Sequence[Any]) -> list[Tensor]:
-    """What a program's outputs are added up in.
+    """Zeros to add a program's outputs up in.
 
-    They are made of the last of its inputs, a tangent or what arrives: torch.func.linearize folds what follows from
-    nothing, or from primals alone, and would lose what is written to it.
+    They are made of the program's last input, a tangent or an arriving gradient: torch.func.linearize takes tensors
+    that follow from primals alone for constants, and would lose what is written to them.
     """
     last = next(x for x in reversed(values) if isinstance(x, Tensor))
     return [last.new_zeros(shape, dtype=dtype, device=values[0].device) for shape, _ in likes]

@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 class UnchangedTensor:
-    """A tensor, as it is now: equal to what was made of it while PyTorch counts nothing that is written to it.
+    """A tensor as it is now: equal to another record of the same tensor if nothing was written in between.
 
-    Not for tensors of inference mode, which nobody counts for.
+    PyTorch counts writes, but not those to tensors of inference mode.
     """
 
     def __init__(self, x: Tensor) -> None:
