@@ -32,7 +32,6 @@ from flashgen.plan.explanation import Explanation
 from flashgen.plan.launches import PassLaunches
 from flashgen.plan.measured import Pins
 from flashgen.plan.plan import CallKind, Part
-from flashgen.targets.gpu.architecture import UnsupportedGpu
 from flashgen.targets.gpu.by_rows import pins_of_rows
 from flashgen.targets.gpu.compile import GpuBinary
 from flashgen.targets.gpu.layouts import fits_blocks
@@ -114,16 +113,6 @@ def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementTyp
     if has_list_for_each_query(kernel.variant.spec.tensors):  # no two queries read the same keys
         rows = int(values["heads"]) // max(int(values["kv_heads"]), 1)
     return pins_of_rows(kernel.plan, element, rows)
-
-
-def check_element(plan: GpuPlan, element: ElementType) -> None:
-    """Raises ``UnsupportedGpu`` where a plan has no kernels of an element type."""
-    if element not in plan.by_element:
-        variant = plan.recipe.variant
-        raise UnsupportedGpu(
-            f"'{variant.spec.name}' at head dimension {variant.head_dim} is not generated in {element} for "
-            f"{plan.target}: no tile fits its shared memory"
-        )
 
 
 def kind_of_call(kind: Kind, values: Mapping[str, float]) -> Kind:

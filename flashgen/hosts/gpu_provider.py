@@ -22,7 +22,6 @@ from flashgen.hosts.explain_gpu import GpuPass, explain_cache, explain_gpu
 from flashgen.hosts.explained_call import ExplainedCall
 from flashgen.hosts.gpu_calls import (
     GPU_TANGENTS,
-    check_element,
     has_kernels,
     kernel_variant,
     kind_of,
@@ -47,6 +46,7 @@ from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import Pins
 from flashgen.plan.plan import CallKind, Part
 from flashgen.targets.gpu.alternatives import tile_of
+from flashgen.targets.gpu.architecture import UnsupportedGpu
 from flashgen.targets.gpu.compile import compile_calls
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.gpu.tiles import GpuPlan
@@ -205,7 +205,11 @@ class GpuProvider:
             wanted = getattr(pins, name)
             if wanted is None or wanted == tile_of(brought.plan.own, name):
                 return _as_packaged(brought, calls)
-        check_element(compiled(variant, machine.target).plan, element)
+        if element not in compiled(variant, machine.target).plan.by_element:
+            raise UnsupportedGpu(
+                f"'{self.spec.name}' at head dimension {variant.head_dim} is not generated in {element} for "
+                f"{machine.target.name}: no tile fits its shared memory"
+            )
         try:
             return machine.make(compiled(variant, machine.target, pins, Part(element, name)), calls)
         except NvrtcMissing as error:

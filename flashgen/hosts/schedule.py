@@ -112,7 +112,7 @@ def schedule(
 ) -> Schedule:
     """The parts of one pass; ``eager``: each makes lists that few blocks read, too.
 
-    Raises ``ValueError`` where a single key/value head is too large for one.
+    Raises ``ValueError`` where a single key/value head is too large for a part.
     """
     known = layout.ints(values)
     shards = tuple(_shards(known, head_dim, most, launches.operands))
@@ -213,17 +213,6 @@ def _halves(count: int) -> Iterator[int]:
     yield count
 
 
-def _changes(known: Mapping[str, int], shard: _Shard) -> dict[str, int]:
-    group = known["heads"] // known["kv_heads"]
-    return {
-        "batch": shard.batch,
-        "heads": shard.kv_heads * group,
-        "kv_heads": shard.kv_heads,
-        "b_start": known["b_start"] + shard.b,
-        "h_start": known["h_start"] + shard.head * group,
-    }
-
-
 def _moves(
     known: Mapping[str, int], shard: _Shard, head_dim: HeadDim, operands: Mapping[str, Operand]
 ) -> dict[str, int]:
@@ -248,7 +237,14 @@ def _part(
     is_whole: bool,
     eager: bool,
 ) -> CallPart:
-    changes = _changes(known, shard)
+    group = known["heads"] // known["kv_heads"]
+    changes = {
+        "batch": shard.batch,
+        "heads": shard.kv_heads * group,
+        "kv_heads": shard.kv_heads,
+        "b_start": known["b_start"] + shard.b,
+        "h_start": known["h_start"] + shard.head * group,
+    }
     sizes = {**known, **changes}
     found = launches.splits.values(sizes, device.multiprocessors) if launches.splits else {}
     sizes |= found
@@ -257,7 +253,7 @@ def _part(
     started = {"", *(each.field for each in made)}
     buffers = launches.offsets(sizes, made)
     steps = [(each, _step(each, sizes, device)) for each in launches.launches if each.makes in started]
-    # Where every block starts, none counts, and a small call needs no workspace, nor to have it cleared.
+    # Where all blocks start at once none counts tiles, so that a small call needs no workspace, nor to clear one.
     idle = {
         each.tile_counter.buffer for each, step in steps if each.tile_counter and step.grid == each.grid.value(sizes)
     }

@@ -57,14 +57,14 @@ os.register_at_fork(after_in_child=lambda: FORKS.append(os.getpid()))
 class Call:
     """What follows from the shapes, strides, types and device of a call, and from its last arguments.
 
-    ``o``, ``lse`` and ``lse_parts`` are shapes and strides, ``gradients`` those of q, k and v; ``written`` is the type
-    of o and of these gradients; ``o_is_like_q``: torch.empty_like(q) is like o. ``fixed`` are the values of ``struct
-    Arguments`` behind those that vary; empty where no kernel runs. ``needs_copy``: the kernel cannot read q, k
-    or v where they are; ``may_copy``: or perhaps not from where they start. ``needs_lse`` and ``writes_parts`` are what
-    ``Kernel`` says of passes of this kind. ``reads_nothing``: a captured tensor has no
-    elements: its strides are 0, and a zero stands for any that is read. ``forward`` remembers passes with and without
-    dropout, ``backward`` by all that they depend on, ``params`` the defaults, ``nodes`` that of autograd in C++, once
-    it is known whether there is one, ``stored`` the captured tensors whose gradients kernels store, once that is.
+    ``o``, ``lse`` and ``lse_parts`` are shapes and strides, ``gradients`` those of dq, dk and dv; ``written`` is the
+    type of o and of these gradients; ``o_is_like_q``: torch.empty_like(q) lies as o does. ``fixed`` are the values of
+    ``struct Arguments`` behind those that vary; empty where no kernel runs. ``needs_copy``: the kernel cannot read q, k
+    or v with these strides; ``may_copy``: or perhaps not at their addresses. ``needs_lse`` and ``writes_parts`` are
+    those of the ``Kernel``. ``reads_nothing``: a captured tensor has no elements, so that its strides are 0 and one
+    zero stands for all. Remembered are, once known: ``forward`` passes with and without dropout, ``backward`` passes by
+    ``backward_key``, the defaults of ``params``, the node of autograd in C++ or None in ``nodes``, and in ``stored``
+    the captured tensors whose gradients kernels store.
     """
 
     shard: Shard
@@ -125,7 +125,7 @@ class CallChecker:
         allowed = [each for each in _KERNEL_DTYPES if spec.dtypes is None or each in spec.dtypes]
         self.dtypes = tuple(TORCH_DTYPES[each] for each in allowed)
         self._accepted = (*self.dtypes, torch.float64) if is_reference else self.dtypes
-        if kind.parts:  # of 16 bits may have been widened
+        if kind.parts:  # calls of 16 bits may have been widened
             self._accepted = tuple(dict.fromkeys((*self._accepted, torch.float32)))
         self._known: dict[object, Call] = {}
         self._last: tuple[object, Call | None] = (None, None)
@@ -248,7 +248,7 @@ class CallChecker:
             shard,
             head_dim,
             sizes,
-            # Sequences may be said to be as long as ever, and have no rows.
+            # A ragged batch may have lengths, and no rows.
             shard.is_empty or (self.kind.ragged and 0 in (q.shape[0], k.shape[0])),
             rest[1],
             written,
@@ -270,7 +270,7 @@ class CallChecker:
         )
 
     def kernel(self, q: Tensor, v: Tensor) -> Kernel | None:
-        """The kernel of these calls, by that of dense ones, which writes sums where their type is that of q."""
+        """The kernel of these calls. Parts in the type of their sums take that of dense calls."""
         dense = self.dense_kernel(q, v)
         if dense is None or self.kind is DENSE or (self.kind.parts and self.written(q.dtype) is q.dtype):
             return dense
@@ -304,13 +304,13 @@ class CallChecker:
             check_captured_type(declared, tensor)
 
     def written(self, dtype: torch.dtype) -> torch.dtype:
-        """The type of o and of gradients, where q, k and v have this one."""
+        """The type of o and of gradients for this type of q, k and v."""
         if self.kind.parts:
             return type_of_sums(dtype)
         return dtype if self.kind.o is None else TORCH_DTYPES[self.kind.o]
 
     def layout(self, x: Tensor, shape: Sequence[int]) -> Layout:
-        """How a result of this shape lies that belongs to ``x``; kernels that add up parts take contiguous ones."""
+        """The layout of a result of this shape that belongs to ``x``; of parts, which are added up, contiguous."""
         return packed_layout(*shape) if self.kind.parts else layout_like(x, shape)
 
 
@@ -329,7 +329,7 @@ def is_readable(kernel: Kernel, x: Tensor) -> bool:
     """Whether a kernel can read this tensor where it is."""
     if x.data_ptr() % kernel.row_alignment:
         return False
-    # A copy would lie no better than what is contiguous.
+    # A copy of a contiguous tensor would lie no better.
     return x.is_contiguous() or kernel.reads(x.shape, x.stride(), x.element_size())
 
 

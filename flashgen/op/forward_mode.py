@@ -1,7 +1,7 @@
-"""Runs kernels of forward mode and of its backward pass: o, lse and what both change by, of one dense problem.
+"""Runs kernels of forward mode and of its backward pass: o, lse and their tangents, of one dense problem.
 
 In: a ``Kernel`` of forward mode, a ``Problem`` and the tangents of its inputs. Out: fresh tensors. A ``Program`` of an
-op's derivatives comes here where such a kernel takes it, and else goes by the tiled path. Gradients of gradients are
+op's derivatives runs here where such a kernel takes it, and else by the tiled path. Gradients of gradients are
 gradients of tangents (``programs.py``).
 """
 
@@ -47,9 +47,9 @@ class Tangents:
     t_lse: Tensor | None
 
 
-# What arrives at the tangents of o and lse, in the type of q and in float32; None: nothing.
+# The gradients that arrive at the tangents of o and lse, in the type of q and in float32; None: zero.
 Arriving = tuple[Tensor | None, Tensor | None]
-# Gradients by the number of the input that they are of, or whose tangent they are of.
+# Gradients of inputs, and gradients of tangents of inputs, each by the number of the input.
 Gradients = tuple[dict[int, Tensor], dict[int, Tensor]]
 
 
@@ -109,8 +109,8 @@ class ForwardMode:
     ) -> Gradients:
         """The gradients of inputs and of tangents, those that are ``wanted`` by their numbers among the inputs.
 
-        All of these are ``differentiable``. ``moved`` is what ``run`` gives of all there is. Those of q, k and v are in
-        their type, others in float32. A ``kernel`` of the op gives those of o and lse, of what arrives there.
+        All wanted inputs are ``differentiable``. ``moved`` is the result of ``run``. Gradients of q, k and v are
+        in their type, others in float32. Given a dense ``kernel``, ``arriving`` is what arrives at o and lse.
         """
         of_inputs, of_tangents = _fresh(problem), _fresh(problem) if wanted[1] else {}
         written: dict[str, Tensor | None] = {f"d{name}": of_inputs[n] for n, name in enumerate(_ROWS)}
@@ -126,7 +126,7 @@ class ForwardMode:
         return of_inputs, of_tangents
 
     def _read(self, kernel: Kernel, problem: Problem, tangents: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
-        """What a kernel reads, whose strides it is told, by fields: q, k, v, their tangents, and what is captured."""
+        """The tensors that a kernel reads, by fields: q, k, v, their tangents, captured tensors and their tangents."""
         found: dict[str, Tensor | None] = {}
         for name, x in zip(_ROWS, (problem.q, problem.k, problem.v), strict=True):
             found[name] = readable(kernel, x)
@@ -152,9 +152,9 @@ class ForwardMode:
         name: PassName,
         deterministic: bool,
     ) -> None:
-        """One pass, with a workspace on the device of q. What follows from all but addresses and numbers is remembered.
+        """Run one pass, with a workspace on the device of q. Prepared passes are remembered.
 
-        As ``Kernel.prepare`` says, it may depend on which pointers and numbers are there.
+        A prepared pass holds for other addresses and numbers, as long as the same ones are zero (``Kernel.prepare``).
         """
         layout = kernel.layout
         results = {field: x for field, x in results.items() if field in layout.slots}
@@ -199,7 +199,7 @@ class ForwardMode:
         return known
 
     def _numbers(self, problem: Problem, tangents: Sequence[Tensor | None], layout: ArgumentLayout) -> dict[str, float]:
-        """The numbers that kernels are told, by fields: of params, of their tangents and of dropout."""
+        """The numbers among kernels' arguments, by fields: params, their tangents, and dropout."""
         known: dict[str, float] = {}
         dropout = problem.dropout
         if dropout is not None and dropout.probability > 0.0:
@@ -231,9 +231,9 @@ class ForwardMode:
 
 @dataclass(frozen=True)
 class KernelsOfTangents:
-    """Those of a problem, for programs that are tangents, or gradients of tangents, as those of gradients are.
+    """The kernels of a problem, for programs that are tangents, gradients of tangents, or gradients of gradients.
 
-    ``backward`` compiles its own when it is called, and gives None where there is none.
+    ``backward`` gives the kernel of the backward pass, compiled when it is called; None where there is none.
     """
 
     mode: ForwardMode
@@ -243,7 +243,7 @@ class KernelsOfTangents:
     deterministic: bool
 
     def compute(self, problem: Problem, program: Program, values: Sequence[Any]) -> list[Tensor] | None:
-        """The outputs of a program; None where kernels do not compute what it is."""
+        """The outputs of a program; None where kernels do not compute it."""
         own = with_memory(values)
         if not lies_in_memory(own):
             return None
@@ -293,7 +293,7 @@ class KernelsOfTangents:
 
 
 class _Ready(NamedTuple):
-    """A pass that was prepared, and the slots of what varies, in the order in which it comes."""
+    """A pass that was prepared, and the slots of tensors and numbers, in their order."""
 
     prepared: Prepared
     tensors: Sequence[int]
@@ -314,7 +314,7 @@ def _ready(
 
 
 def _fresh(problem: Problem) -> dict[int, Tensor]:
-    """What kernels write of q, k and v, asked for or not."""
+    """Fresh gradients of q, k and v, which kernels write whether asked for or not."""
     rows = (problem.q, problem.k, problem.v)
     return {n: problem.q.new_empty_strided(*layout_like(x, x.shape)) for n, x in enumerate(rows)}
 
@@ -322,7 +322,7 @@ def _fresh(problem: Problem) -> dict[int, Tensor]:
 def _captured(
     problem: Problem, found: dict[int, Tensor], wanted: Collection[int], names: Mapping[int, str]
 ) -> dict[str, Tensor | None]:
-    """What kernels add gradients of captured values to, by field; they join those that were ``found``."""
+    """Zeros that kernels add gradients of captured values to, by field; they are put into ``found``, too."""
     for n in wanted:
         if n in names:
             x = problem.inputs[n]

@@ -1,4 +1,4 @@
-"""What each sequence of a ragged batch has of its own beside its rows: params and drop probabilities by its lengths.
+"""Params and drop probabilities of each sequence of a ragged batch, where they follow from its lengths.
 
 In: a spec and the lengths. Out: a ``PerSequence``, whose tables kernels read.
 """
@@ -23,7 +23,7 @@ from flashgen.reference.philox import drop_threshold, survivor_scale
 
 
 class PerSequence:
-    """What changes from sequence to sequence, for kernels and the reference: params and dropout by their lengths."""
+    """Params and dropout of each sequence, for kernels and the reference."""
 
     def __init__(self, spec: AttentionSpec, kind_call: KindCall, captured: Captured) -> None:
         self._spec, self._call, self._captured = spec, kind_call.call, captured
@@ -34,11 +34,11 @@ class PerSequence:
         self._pairs = pairs if by_length or self._own_dropout else ()
 
     def params_of(self, number: int) -> tuple[float, ...]:
-        """The value of every param."""
+        """The value of every param in a sequence."""
         return self._at(number)[0] if self._pairs else tuple(self._captured.params)
 
     def dropout_of(self, number: int) -> Dropout | None:
-        """Probability and seed."""
+        """The dropout of a sequence; None where nothing is dropped."""
         whole = self._captured.drawn
         if not self._own_dropout:
             return whole
@@ -77,7 +77,7 @@ class PerSequence:
                 for param, value in zip(params, self._captured.params, strict=True)
                 if param.name not in self._by_length
             }
-            # A sequence without pairs asks for no number that its lengths may not have.
+            # A default may be no number at length 0, and a sequence without pairs does not need it.
             values = param_values(self._spec, given, sizes) if 0 not in lens else dict.fromkeys(self._by_length, 0.0)
             values = {param.name: values.get(param.name, given.get(param.name, 0.0)) for param in params}
             probability = 0.0
@@ -87,8 +87,8 @@ class PerSequence:
         return self._known[lens]
 
 
-def check_numbers(spec: AttentionSpec, given: Sequence[Tensor | None], sizes: Mapping[str, int]) -> None:
-    """Raise ``ValueError`` where a param's default or the drop probability is none at these sizes.
+def check_defaults(spec: AttentionSpec, given: Sequence[Tensor | None], sizes: Mapping[str, int]) -> None:
+    """Raise ``ValueError`` where a param's default or the drop probability has no valid value at these sizes.
 
     ``given`` are the operator's params, then its seed and drop probability where pairs are dropped.
     """
