@@ -64,7 +64,7 @@ def check_file(
     """Everything that is wrong with a file or deserves a warning; raises ``SpecError`` where there is an error.
 
     Every target is asked whether it takes the specs. What one refuses is a warning while another takes it; where
-    ``targets`` are named, it is an error. ``heard`` hears each answer, those before an error, too.
+    ``targets`` are named, it is an error. ``heard`` is called with each verdict, those before an error, too.
     """
     asked = list(known_targets().values()) if targets is None else [target_named(each) for each in targets]
     checked = read_file(path, constants)

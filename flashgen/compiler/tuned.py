@@ -55,7 +55,7 @@ class TunedStore:
 
     @classmethod
     def beside(cls, cache: Cache) -> TunedStore:
-        """The tunings in the folder of a cache, whether or not anything there is used."""
+        """The tunings in the folder of a cache, even if the cache is not used."""
         return cls(cache.root / _FOLDER)
 
     def tunings(self, variant: Variant, device: str) -> Mapping[ShapeClass, Tuning]:
@@ -101,7 +101,7 @@ class TunedStore:
         return len(paths)
 
     def digest(self, spec_name: str) -> str:
-        """Of all that this version knows of specs of a name, on any device: empty where it is nothing."""
+        """A digest of all tunings of this version for specs of a name, on any device; empty where there are none."""
         paths = sorted(self.root.glob(f"{spec_name}-*-{__version__}.json"))
         contents = b"".join(path.read_bytes() for path in paths)
         return hashlib.sha256(contents).hexdigest()[:16] if contents else ""

@@ -1,7 +1,7 @@
-"""What each target says of a spec: that it takes it, or what it refuses and leaves out, with the place.
+"""The verdict of each target on a spec: whether it takes the spec, or what it refuses and leaves out, with the place.
 
-In: an ``AttentionSpec``, targets. Out: an ``Verdict`` of each; diagnostics. Nothing is emitted: a target that plans
-every head dimension takes the spec.
+In: an ``AttentionSpec``, targets. Out: a ``Verdict`` of each target; diagnostics. Nothing is emitted: a target that
+plans every head dimension takes the spec.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Verdict:
 
 
 def verdicts_of(spec: AttentionSpec, targets: Sequence[AnyTarget]) -> list[Verdict]:
-    """What each target says."""
+    """The verdict of each target."""
     variants = [analyse(spec, each) for each in spec.head_dims]
     return [_verdict(spec, variants, each) for each in targets]
 
@@ -52,13 +52,13 @@ def _verdict(spec: AttentionSpec, variants: Sequence[Variant], target: AnyTarget
 
 
 def warnings_of(verdicts: Sequence[Verdict]) -> tuple[Diagnostic, ...]:
-    """What some targets refuse, and leave out, once for all that say the same."""
+    """Warnings of what some targets refuse or leave out, one for all targets that say the same."""
     refused = (replace(each, code="W505") for each in errors_of(verdicts))
     return (*refused, *_merged(verdicts, "left out by", lambda each: each.left_out))
 
 
 def errors_of(verdicts: Sequence[Verdict]) -> tuple[Diagnostic, ...]:
-    """The refusals, where nobody makes up for them."""
+    """The refusals as errors, for specs that no target takes, or a named one does not."""
     return _merged(verdicts, "refused by", lambda each: each.refused)
 
 

@@ -1,6 +1,6 @@
 """``op.explain`` on a CPU: what runs for one call, from the plan that the call takes.
 
-In: a ``Call`` that was checked, what of it kernels are told, the plan. Out: an ``Explanation``.
+In: an ``ExplainedCall``, and the plan. Out: an ``Explanation``.
 """
 
 from __future__ import annotations

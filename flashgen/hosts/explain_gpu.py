@@ -1,7 +1,7 @@
 """``op.explain`` on a GPU, real or emulated: what runs for one call, from the very kernels and schedules that it takes.
 
-In: a ``Call`` that was checked, what of it kernels are told, and the compiled kernels of both passes. Out: an
-``Explanation``. Bytes and times are the model's, for the mask where the call's offsets put it.
+In: an ``ExplainedCall``, and the compiled kernels of both passes. Out: an ``Explanation``. The model predicts bytes and
+times, for the mask at the call's offsets.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def explain_gpu(name: str, machine: Machine, call: ExplainedCall, passes: Mappin
 
 
 def _told(name: str, machine: Machine, call: ExplainedCall, plan: GpuPlan) -> Explanation:
-    """All but the passes, and why."""
+    """The explanation without passes and reasons."""
     return Explanation(
         name=name,
         backend=machine.backend,
@@ -95,7 +95,7 @@ def explain_jvp(plan: GpuPlan, call: ExplainedCall) -> ExplainedPass:
 
 
 def explain_cache(name: str, machine: Machine, call: ExplainedCall, forward: GpuPass) -> Explanation:
-    """The same of a call over a cache that is full: it takes at least as long as its bytes."""
+    """A call over a full cache, on a GPU or on one that is emulated: it takes at least as long as its bytes."""
     variant = forward.plan.recipe.variant
     assert forward.splits is not None, "keys over a cache may be split"
     known = {name: int(value) for name, value in call.values.items()}

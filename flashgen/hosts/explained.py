@@ -1,4 +1,4 @@
-"""What the explanations of all families share: the mask where a call puts it, and what the model says of a pass."""
+"""What the explanations of all families share: the mask of a call, and the predicted time and bytes of a pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What calls of kernels for GPUs start, and what they say of it, whether a GPU runs them or the emulator.
+"""The launches of calls on GPUs, real or emulated, and the variants and tiles of their kernels.
 
 In: a ``GpuPlan``, values of ``struct Arguments`` by name. Out: launches, the variant for each kind of call, the tiles
 over a cache. ``gpu_provider.py`` stands on it.
@@ -41,14 +41,14 @@ from flashgen.targets.gpu.tables import WIDEST_JVP
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan
 
-# What kernels of forward mode take, and those of its backward pass.
+# The calls that kernels of forward mode take, and those of its backward pass, in words.
 _NARROW = f"{' and '.join(map(str, ELEMENTS_OF_JVP))}, head dimensions up to {WIDEST_JVP}"
 GPU_TANGENTS = (_NARROW, f"{_NARROW}, scores without sqdist")
 
 
 @functools.lru_cache(maxsize=64)
 def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, kind: Kind = DENSE) -> Variant:
-    """What kernels of a kind compute of a spec. It is remembered, as each pass of a call asks for it."""
+    """The variant that kernels of a kind compute. It is remembered, as each pass of a call asks for it."""
     if kind is BY_BLOCKS:
         return with_listed_blocks(spec, head_dim)
     variant = analyse(spec, head_dim)
@@ -97,7 +97,7 @@ def kind_of(name: PassName, values: Mapping[str, float]) -> CallKind:
 def with_jvp(
     told: Explanation, spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget, call: ExplainedCall
 ) -> Explanation:
-    """What is told of a call, with the kernels of its tangents, if there are some."""
+    """The explanation of a call with the kernels of its tangents, if there are some."""
     found = {}
     for kind in (FORWARD_MODE, FORWARD_MODE_BACKWARD):
         if has_kernels(kind, spec, head_dim, target):
@@ -108,7 +108,7 @@ def with_jvp(
 
 
 def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementType, values: Mapping[str, float]) -> Pins:
-    """What a call over a cache takes: the tiles for its rows."""
+    """The tiles of a call over a cache, by its rows."""
     rows = int(values["group_rows"])
     if has_list_for_each_query(kernel.variant.spec.tensors):  # no two queries read the same keys
         rows = int(values["heads"]) // max(int(values["kv_heads"]), 1)

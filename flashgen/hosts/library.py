@@ -21,7 +21,7 @@ from flashgen.kinds.kind import Kind, PassName
 from flashgen.plan.arguments import fields_of_kind, table_field
 from flashgen.toolchains.cpp import load_library
 
-# What runs a pass, and what says how many bytes of workspace it takes.
+# The function that runs a pass, and the one that gives the bytes of its workspace.
 Functions = tuple[Callable[..., object], Callable[..., int]]
 # The functions of a name (``forward``, ``ragged_backward``) that a call runs, by values of fields by name.
 Find = Callable[[str, Mapping[str, float]], Functions]
@@ -89,7 +89,7 @@ _FORMAT = "@q6P4q2P"
 
 @dataclass(frozen=True)
 class _Ragged:
-    """Makes ``struct Ragged`` of values that vary. Of each member ``members`` has the slot, and what stands for 0."""
+    """Makes ``struct Ragged`` of values that vary. ``members`` has each one's slot, and the value in place of 0."""
 
     pack: Callable[..., bytes]
     members: Sequence[tuple[int, int]]
@@ -172,14 +172,14 @@ def _function(library: ctypes.CDLL, path: Path, name: str) -> Any:
 
 
 def _fixed(layout: ArgumentLayout, whole: bytes) -> bytes:
-    """The bytes behind those that vary."""
+    """The bytes of the fixed values, behind those that vary."""
     return whole[len(layout.pack_varying(*(0,) * layout.varying)) :]
 
 
 def _prepared(
     layout: ArgumentLayout, call: Callable[[bytes], object], workspace: Callable[[bytes], int], values: Values
 ) -> Prepared:
-    """A function of the packed arguments, all of which but those that vary are settled."""
+    """A pass of packed arguments, whose values are fixed but for those that vary."""
     pack, whole = layout.pack_varying, layout.pack(*values)
     size, fixed, nothing = workspace(whole), _fixed(layout, whole), (0,) * layout.varying
 

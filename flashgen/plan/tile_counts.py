@@ -87,9 +87,9 @@ def tile_counts(variant: Variant, shape: Shape, Br: int, Bc: int) -> TileCounts:
 
 @dataclass(frozen=True, eq=False)
 class MaskedCall:
-    """What the mask of one call is of: the lengths of its shard, where b, h, i and j start, the sizes of the whole.
+    """The call whose mask is counted: the lengths of its shard, where b, h, i and j start, the sizes of the whole.
 
-    ``params`` and ``loads`` say what it reads.
+    The mask reads ``params``, and captured tensors through ``loads``.
     """
 
     shape: Shape
@@ -100,7 +100,7 @@ class MaskedCall:
 
     @classmethod
     def of_shape(cls, shape: Shape, params: tuple[Param, ...]) -> MaskedCall:
-        """One that is the whole, with the params that follow from its sizes."""
+        """A call that is the whole problem, with the params that follow from its sizes."""
         return cls(shape, (0, 0, 0, 0), _sizes(shape), known_params(params, shape), None)
 
 
