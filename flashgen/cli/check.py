@@ -15,7 +15,7 @@ from flashgen.cli.options import TARGETS, Constant, checked_arguments, json_opti
 from flashgen.diagnostics import Diagnostic, Source, SpecError
 
 if TYPE_CHECKING:
-    from flashgen.compiler.answers import Answer
+    from flashgen.compiler.verdicts import Verdict
 
 
 @click.command(short_help="Check specs and print diagnostics.")
@@ -49,11 +49,11 @@ def check(
     codes = set[int]()
     for file in files:
         names: tuple[str, ...] = ()
-        answers: list[Answer] = []
+        verdicts: list[Verdict] = []
         diagnostics: Sequence[Diagnostic]
         sources: Sequence[Source]
         try:
-            checked = check_file(file, dict(constants), targets, answers.append)
+            checked = check_file(file, dict(constants), targets, verdicts.append)
         except SpecError as error:
             hint = near_files(file).strip()
             diagnostics, sources = error.diagnostics, error.sources
@@ -71,7 +71,7 @@ def check(
                 "file": str(file),
                 "attentions": names,
                 "diagnostics": [diagnostic_as_dict(entry) for entry in diagnostics],
-                "targets": [_answer_as_dict(entry) for entry in answers],
+                "targets": [_verdict_as_dict(entry) for entry in verdicts],
             }
         )
         if not as_json:
@@ -84,14 +84,14 @@ def check(
     sys.exit(min(codes - {0}, default=0))  # a wrong spec (1) weighs more than wrong usage (2)
 
 
-def _answer_as_dict(answer: Answer) -> dict[str, object]:
+def _verdict_as_dict(verdict: Verdict) -> dict[str, object]:
     """What a target says of an attention, as plain data."""
     return {
-        "target": answer.target,
-        "attention": answer.attention,
-        "takes": answer.takes,
-        "refused": [diagnostic_as_dict(each) for each in answer.refused],
-        "left_out": [diagnostic_as_dict(each) for each in answer.left_out],
+        "target": verdict.target,
+        "attention": verdict.attention,
+        "takes": verdict.takes,
+        "refused": [diagnostic_as_dict(each) for each in verdict.refused],
+        "left_out": [diagnostic_as_dict(each) for each in verdict.left_out],
     }
 
 

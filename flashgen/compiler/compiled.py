@@ -5,9 +5,9 @@
 
 ``check``, ``plan``, ``build``, the plan and the sources that an op shows and the kernels that its calls run all ask
 ``compiled``, which remembers: what is shown is what runs. ``pins`` are the tiles that were tuned or that go with a
-call's length (``choice.py``), none the planner's own. Spills are known to an assembler alone, so that ``assembled`` may
-pass over tiles that ``compiled`` takes; where there is none (texts that ``build`` writes, the emulator) they are left
-out of consideration.
+call's length (``tile_choices.py``); without pins the planner's own are taken. An assembler alone knows of spills, so
+that ``assembled`` may pass over tiles that ``compiled`` takes. Without an assembler (texts that ``build`` writes, the
+emulator) no tile is passed over for spills.
 """
 
 from __future__ import annotations

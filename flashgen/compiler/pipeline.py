@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.compiler.answers import Answer, answers_of, errors_of, warnings_of
-from flashgen.compiler.choice import planned, planned_at, tile_choices
 from flashgen.compiler.compiled import Assembled, CompiledKernel, assembled, compiled
 from flashgen.compiler.reading import Checked, Constant, did_you_mean, read_file
+from flashgen.compiler.tile_choices import planned, planned_at, tile_choices
+from flashgen.compiler.verdicts import Verdict, errors_of, verdicts_of, warnings_of
 from flashgen.diagnostics import Diagnostic, SpecError, in_reading_order
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
@@ -59,28 +59,28 @@ def check_file(
     path: Path | str,
     constants: Mapping[str, Constant] | None = None,
     targets: Sequence[str] | None = None,
-    answered: Callable[[Answer], object] = lambda _: None,
+    heard: Callable[[Verdict], object] = lambda _: None,
 ) -> Checked:
     """Everything that is wrong with a file or deserves a warning; raises ``SpecError`` where there is an error.
 
     Every target is asked whether it takes the specs. What one refuses is a warning while another takes it; where
-    ``targets`` are named, it is an error. ``answered`` hears each answer, those before an error, too.
+    ``targets`` are named, it is an error. ``heard`` is called with each verdict, those before an error, too.
     """
     asked = list(known_targets().values()) if targets is None else [target_named(each) for each in targets]
     checked = read_file(path, constants)
-    answers: list[Answer] = []
+    verdicts: list[Verdict] = []
     errors: list[Diagnostic] = []
     for spec in checked.specs:
-        found = answers_of(spec, asked)
+        found = verdicts_of(spec, asked)
         for each in found:
-            answered(each)
-        answers += found
+            heard(each)
+        verdicts += found
         if not all(each.takes for each in found) and (targets is not None or not any(each.takes for each in found)):
             errors += errors_of(found)
     if errors:
         raise SpecError(in_reading_order((*checked.warnings, *errors), checked.sources), checked.sources)
-    warnings = in_reading_order((*checked.warnings, *warnings_of(answers)), checked.sources)
-    return replace(checked, warnings=warnings, answers=tuple(answers))
+    warnings = in_reading_order((*checked.warnings, *warnings_of(verdicts)), checked.sources)
+    return replace(checked, warnings=warnings, verdicts=tuple(verdicts))
 
 
 def plan_file(

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from flashgen.analysis.bounds import prove_indices
 from flashgen.analysis.index_checks import index_diagnostics
 from flashgen.analysis.weight_checks import weight_diagnostics
-from flashgen.compiler.answers import Answer
+from flashgen.compiler.verdicts import Verdict
 from flashgen.diagnostics import Diagnostic, Source, SpecError, in_reading_order, nearest, quoted_list
 from flashgen.ir.spec import AttentionSpec
 
@@ -27,12 +27,12 @@ CONSTANTS = ("constants", "{'window': 128}")
 
 @dataclass(frozen=True)
 class Checked:
-    """A file without errors: its specs, every warning about them, and what targets answered that were asked."""
+    """A file without errors: its specs, every warning about them, and the verdicts of the targets that were asked."""
 
     specs: tuple[AttentionSpec, ...]
     warnings: tuple[Diagnostic, ...]
     sources: tuple[Source, ...]
-    answers: tuple[Answer, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
 
 
 def read_file(path: Path | str, constants: Mapping[str, Constant] | None = None) -> Checked:
@@ -46,7 +46,7 @@ def read_file(path: Path | str, constants: Mapping[str, Constant] | None = None)
 
 
 def _checked(parsed: SpecFile) -> Checked:
-    """What only the analysis of every head dimension can see, added to what parsing saw."""
+    """The parsed specs with the diagnostics that need the analysis of every head dimension."""
     found: dict[Diagnostic, None] = dict.fromkeys(parsed.warnings)
     for spec in parsed.specs:
         found.update(dict.fromkeys(weight_diagnostics(spec)))
@@ -74,6 +74,6 @@ def by_name(given: object, what: str, example: str) -> dict[str, Any]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> tuple[str, ...]:
-    """What names that are there an unknown one may stand for, in words."""
+    """The known names that an unknown one may stand for, in words."""
     close = nearest(name, known, limit=3)
     return (f"did you mean {quoted_list(close)}?",) if close else (f"known: {quoted_list(known, 'and')}",)

@@ -2,9 +2,9 @@
 
     <cache>/tuned/<spec>-<digest>-<version>.json    every class of shapes of one spec and head dimension on one device
 
-In: a ``Variant`` and the name of a device. Out: its ``Tuning``s; ``choice.py`` says which one a call goes by. A file of
-another version of flashgen is never read and never overwritten: its name differs. A spec that pins tiles is another
-spec, with tunings of its own, so that pins always win.
+In: a ``Variant`` and the name of a device. Out: its ``Tuning``s; ``tile_choices.py`` says which tuning a call takes. A
+file of another version of flashgen is never read and never overwritten: its name differs. A spec that pins tiles is
+another spec, with tunings of its own, so that pins always win.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,7 +55,7 @@ class TunedStore:
 
     @classmethod
     def beside(cls, cache: Cache) -> TunedStore:
-        """The tunings in the folder of a cache, whether or not anything there is used."""
+        """The tunings in the folder of a cache, even if the cache is not used."""
         return cls(cache.root / _FOLDER)
 
     def tunings(self, variant: Variant, device: str) -> Mapping[ShapeClass, Tuning]:
@@ -74,7 +74,7 @@ class TunedStore:
         """Add or replace one class. Raises ``OSError`` where the folder cannot be written."""
         self.root.mkdir(parents=True, exist_ok=True)
         path = self._path(variant, device)
-        with self._lock(path):
+        with filelock.FileLock(path.with_suffix(".lock"), timeout=_LOCK_SECONDS):
             tunings = {**self.tunings(variant, device), tuning.shape_class: tuning}
             content = {
                 "flashgen": __version__,
@@ -101,7 +101,7 @@ class TunedStore:
         return len(paths)
 
     def digest(self, spec_name: str) -> str:
-        """Of all that this version knows of specs of a name, on any device: empty where it is nothing."""
+        """A digest of all tunings of this version for specs of a name, on any device; empty where there are none."""
         paths = sorted(self.root.glob(f"{spec_name}-*-{__version__}.json"))
         contents = b"".join(path.read_bytes() for path in paths)
         return hashlib.sha256(contents).hexdigest()[:16] if contents else ""
@@ -114,11 +114,6 @@ class TunedStore:
         identity = f"{device}\n{canonical(variant.spec)}\n{variant.head_dim}"
         digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
         return self.root / f"{variant.spec.name}-{digest}-{__version__}.json"
-
-    @contextlib.contextmanager
-    def _lock(self, path: Path) -> Iterator[None]:
-        with filelock.FileLock(path.with_suffix(".lock"), timeout=_LOCK_SECONDS):
-            yield
 
     def _read(self, path: Path) -> TunedFile | None:
         try:

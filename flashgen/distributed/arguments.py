@@ -13,7 +13,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.op.op import AttentionOp
-from flashgen.op.plain import check_tensors, has_distributed
+from flashgen.op.tensor_kinds import check_tensors, has_distributed
 
 
 def autocast(op: AttentionOp, *tensors: Tensor) -> tuple[Tensor, ...]:

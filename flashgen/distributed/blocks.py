@@ -23,8 +23,8 @@ from flashgen.analysis.variant import Variant, analyse
 from flashgen.ir.expr import Load, Symbol, SymbolKind, index_set, walk
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
-from flashgen.op.plain import as_arrays
 from flashgen.op.selected import lowered_tensors
+from flashgen.op.tensor_kinds import as_arrays
 from flashgen.plan.tile_counts import known_params
 
 Span = tuple[int, int]  # positions, the second is behind the last

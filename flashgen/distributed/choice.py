@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashgen.analysis.variant import analyse
-from flashgen.compiler.choice import planned_at
 from flashgen.compiler.pipeline import device_named
+from flashgen.compiler.tile_choices import planned_at
 from flashgen.diagnostics import SpecError
 from flashgen.distributed.blocks import Mask
 from flashgen.distributed.needs import Held, Needs, length

@@ -29,9 +29,9 @@ from flashgen.ir.spec import HeadDim
 from flashgen.op.checks import check_captured
 from flashgen.op.conversion import check_device
 from flashgen.op.op import AttentionOp
-from flashgen.op.per_sequence import check_numbers
-from flashgen.op.plain import check_tensors
-from flashgen.op.same import Same
+from flashgen.op.per_sequence import check_defaults
+from flashgen.op.tensor_kinds import check_tensors
+from flashgen.op.unchanged import UnchangedTensor
 
 _MOST_MARKED = 8  # calls that are remembered
 
@@ -124,7 +124,7 @@ class Preparation:
                 elif x.is_inference():  # nobody counts what is written to it
                     return None
                 else:
-                    found.append(Same(x))
+                    found.append(UnchangedTensor(x))
         if self._setting.check:
             flag = torch.is_grad_enabled()
             found += [flag and isinstance(x, Tensor) and x.requires_grad for x in tensors]
@@ -234,7 +234,7 @@ class Preparation:
             check_captured(declared, x, sizes, q.device)
         self._op.engine.checker.indices.check(head_dim, sizes)
         if N:
-            check_numbers(spec, tensors[3 + len(spec.tensors) :], sizes)
+            check_defaults(spec, tensors[3 + len(spec.tensors) :], sizes)
         captured = dict(zip(signature.names, tensors[3:], strict=False))
         mask = mask_of(spec, head_dim, sizes, {name: x for name, x in captured.items() if x is not None})
         of_call = Sizes(q.shape[0], q.shape[1], k.shape[1], head_dim, q.element_size())

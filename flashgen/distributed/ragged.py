@@ -28,7 +28,7 @@ from flashgen.kinds.ragged import RAGGED
 from flashgen.op.checks import check_captured
 from flashgen.op.lengths import check_starts
 from flashgen.op.op import AttentionOp
-from flashgen.op.per_sequence import check_numbers
+from flashgen.op.per_sequence import check_defaults
 from flashgen.op.values import type_of_sums
 
 
@@ -119,7 +119,7 @@ def attend_pieces(
     for each in {each.length: each for each in reversed(pieces) if each.length}.values():
         try:
             partial.op.engine.checker.indices.check(head_dim, sizes_of(each.length))
-            check_numbers(spec, tensors[3 + len(spec.tensors) :], sizes_of(each.length))
+            check_defaults(spec, tensors[3 + len(spec.tensors) :], sizes_of(each.length))
         except ValueError as error:
             raise ValueError(f"sequence {each.number}, of {each.length} positions: {error}") from None
     for each in pieces:

@@ -26,7 +26,7 @@ from flashgen.distributed.sums import Total, rows_at
 from flashgen.distributed.whole import as_declared
 from flashgen.op.call import Tensors
 from flashgen.op.layouts import layout_like
-from flashgen.op.plain import with_memory
+from flashgen.op.tensor_kinds import with_memory
 from flashgen.op.values import type_of_sums
 
 _rows = functools.partial(rows_at, dim=2)  # of [B, heads, n, …]

@@ -16,8 +16,8 @@ from torch import Tensor
 from flashgen.distributed.exchange import once
 from flashgen.op.call import Rest, Tensors
 from flashgen.op.engine import Engine
-from flashgen.op.plain import with_memory
 from flashgen.op.signature import Signature
+from flashgen.op.tensor_kinds import with_memory
 
 
 def attend_whole(engine: Engine, tensors: Sequence[Any], rest: Rest) -> tuple[Tensor, Tensor | None]:

@@ -189,12 +189,9 @@ class WeightCode:
 
     def share(self, weight: str, tangent: str) -> str:
         """What the tangent of a weight adds to t(lse), but for 1 / Z to the form's degree."""
-        return _spelt(self._share_of_tangent, {PROBABILITY: weight, WEIGHT: tangent})
-
-    @property
-    def _share_of_tangent(self) -> Expr | None:
         share = self.form.share
-        return WEIGHT if share == literal(1.0) else None if share is None else apply("mul", share, WEIGHT)
+        added = WEIGHT if share == literal(1.0) else None if share is None else apply("mul", share, WEIGHT)
+        return _spelt(added, {PROBABILITY: weight, WEIGHT: tangent})
 
     def term(self, weight: str) -> str:
         """What a weight adds to its row's total."""

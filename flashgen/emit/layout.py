@@ -226,10 +226,8 @@ def _tokens(code: str) -> list[_Token]:
 
 def _closing(tokens: list[_Token], opening: int) -> int | None:
     """The index of the bracket that closes this one."""
-    for index in range(opening + 1, len(tokens)):
-        if tokens[index].closes and tokens[index].depth == tokens[opening].depth:
-            return index
-    return None
+    behind, depth = range(opening + 1, len(tokens)), tokens[opening].depth
+    return next((index for index in behind if tokens[index].closes and tokens[index].depth == depth), None)
 
 
 def _head_of_template(tokens: list[_Token]) -> int | None:
@@ -267,11 +265,8 @@ def _first_block(tokens: list[_Token]) -> tuple[int, int] | None:
 
 
 def _end_of_statement(tokens: list[_Token]) -> int | None:
-    """Where the first statement ends: behind a semicolon, or behind a block that nothing belongs to."""
-    for token in tokens:
-        if token.text == ";" and token.depth == 0:
-            return token.end
-    return None
+    """Where the first statement ends: behind its semicolon."""
+    return next((token.end for token in tokens if token.text == ";" and token.depth == 0), None)
 
 
 # -- one statement -------------------------------------------------------------------------------------------------

@@ -125,10 +125,9 @@ class Placement:
 
     def value(self, name: str, expr: Expr, level: Level) -> str:
         """The expression placed as a member of ``level``'s struct (or a lower one's); returns its spelling."""
-        own = level_of(expr)
         if isinstance(expr, Literal | Symbol):
             return self._operand(expr, level, {})
-        return self._member(expr, own, name)
+        return self._member(expr, level_of(expr), name)
 
     def offset_of_pair(self, load: Load) -> str:
         """Where an element that a pair reads lies in its tensor, where rows and columns are scalars."""

@@ -1,9 +1,9 @@
-"""What runs an op: for each type of device, what gives the kernels of a head dimension.
+"""What runs an op: for each type of device a provider, which gives the kernel of a head dimension.
 
 In: an ``AttentionSpec``, a backend, a package. Out: providers of kernels, which also say what they run (``Shows`` in
 ``op/op_shown.py``). Whatever takes time (compiling, loading, asking for a GPU) is done when a kernel is first
-needed, but for the CPU's where there is no GPU: there the first call is not the one to wait. Hosts that a backend has
-no use for are not imported.
+needed. Kernels of the CPU are made at once where there is no GPU, so that the first call does not wait. Hosts that a
+backend does not use are not imported.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashgen.ir.spec import AttentionSpec, HeadDim
 if TYPE_CHECKING:
     from flashgen.targets.gpu.target import GpuTarget
 
-EMULATED = "sm_80"  # where nothing else is said
+EMULATED = "sm_80"  # the target of the emulator by default
 
 Providers = Mapping[str, KernelProvider | None]
 
@@ -62,7 +62,7 @@ def deferred(spec: AttentionSpec, backend: str | None, target: str = EMULATED) -
 
 @dataclass(frozen=True, eq=False)
 class Deferred:
-    """One that is made when a kernel is first needed."""
+    """A provider that is made when a kernel is first needed."""
 
     made: Callable[[], Providers]
     device: str
@@ -82,12 +82,12 @@ class Deferred:
         return None if provider is None else provider(head_dim, index)
 
     def of_spec(self, spec: AttentionSpec) -> KernelProvider | None:
-        """The same of another spec, where it has kernels for GPUs."""
+        """The provider of another spec, if this one has kernels for GPUs."""
         return of_spec(self.made()[self.device], spec)
 
 
 def emulated_target(backend: str | None, name: str | None) -> str:
-    """What the emulator's kernels are made for. Raises ``ValueError`` for one that is unknown, or of no use."""
+    """The emulator's target by name. Raises ``ValueError`` for an unknown one, and for one with another backend."""
     if name is None:
         return EMULATED
     if backend != "emulator":
@@ -101,7 +101,7 @@ def emulated_target(backend: str | None, name: str | None) -> str:
 
 
 def gpu_at_hand() -> GpuTarget:
-    """What to generate for PyTorch's current GPU. Raises ``ValueError`` where the backend 'cuda' cannot work."""
+    """The target of PyTorch's current GPU. Raises ``ValueError`` where the backend 'cuda' cannot work."""
     from flashgen.hosts import cuda
     from flashgen.targets.gpu.architecture import UnsupportedGpu
     from flashgen.targets.registry import target_of

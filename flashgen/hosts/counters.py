@@ -1,8 +1,8 @@
 """Counters of launches on GPUs: zeros before each launch and after it, so that none has to be cleared.
 
-In: how many bytes a launch takes, and its stream. Out: memory that no other launch counts in at the same time. What one
-stream starts runs one after another, and has the same counters. A launch that goes into a graph keeps its own for good:
-the graph may be replayed beside anything else.
+In: how many bytes a launch takes, and its stream. Out: memory that no other launch counts in at the same time. Launches
+of one stream run one after another, and share counters. A launch in a graph keeps its own counters for good: the graph
+may be replayed beside any other launch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Counters(NamedTuple):
 
 
 class CounterPool:
-    """Those of a device."""
+    """The counters of a device."""
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -37,7 +37,7 @@ class CounterPool:
         self._of_streams: dict[int, Counters] = {}
 
     def find(self, size: int, stream: int, *, captures: bool) -> Counters:
-        """Zeros for a launch on the current stream, which is this one; ``captures``: it goes into a graph."""
+        """Zeros for a launch on the current stream, given as ``stream``; ``captures``: the launch goes into a graph."""
         found = None if captures else self._of_streams.get(stream)
         if found is not None and found.bytes >= size:
             return found

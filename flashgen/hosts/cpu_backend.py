@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from flashgen.analysis.tangent import with_slopes, with_tangent
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.compiler.choice import TileChoices, tile_choices
 from flashgen.compiler.compiled import compiled, with_reasons
+from flashgen.compiler.tile_choices import TileChoices, tile_choices
 from flashgen.emit.kernel_source import KernelSource
-from flashgen.hosts.asked import AskedCall
 from flashgen.hosts.explain_cpu import explain_cpu, explain_jvp
+from flashgen.hosts.explained_call import ExplainedCall
 from flashgen.hosts.kernel import ArgumentLayout, call_of
 from flashgen.hosts.library import Find, Functions, LibraryKernel, functions_of
 from flashgen.ir.spec import AttentionSpec, HeadDim
@@ -125,17 +125,17 @@ class CpuProvider:
         """One a head dimension; others differ from it in macros alone."""
         return tuple(self.source(each, choices.usual()) for each, choices in self.choices.items())
 
-    def explain(self, name: str, asked: AskedCall) -> Explanation:
+    def explain(self, name: str, call: ExplainedCall) -> Explanation:
         """One call."""
-        head_dim = asked.head_dim
+        head_dim = call.head_dim
         choices = self.choices[head_dim]
-        pins = choices.of_call(asked.element, asked.shape)
+        pins = choices.of_call(call.element, call.shape)
         plan, symbol = self.plan(head_dim, pins), self.source(head_dim, pins).symbol
-        found = explain_cpu(name, choices.variant, self.device, asked, plan, symbol, pins.reasons)
+        found = explain_cpu(name, choices.variant, self.device, call, plan, symbol, pins.reasons)
         if not any(self.takes_tangents):
             return found
         of_tangents = (compiled(each(choices.variant), self.target).plan for _, each in _TANGENTS.values())
-        forward, backward = (explain_jvp(self.device, asked, plan, symbol) for plan in of_tangents)
+        forward, backward = (explain_jvp(self.device, call, plan, symbol) for plan in of_tangents)
         return replace(found, jvp=forward, jvp_backward=backward)
 
     def _kernels(self) -> Mapping[HeadDim, LibraryKernel]:

@@ -22,7 +22,7 @@ from flashgen.hosts.counters import CounterPool, Counters, lasting
 from flashgen.hosts.gpu_kernel import GpuKernel
 from flashgen.hosts.kernel import Native, Prepared, Step, Values
 from flashgen.hosts.lists import SharedLists
-from flashgen.hosts.schedule import DeviceSize, Part
+from flashgen.hosts.schedule import CallPart, DeviceSize
 from flashgen.hosts.tensor_maps import LaunchMaps, TensorMap, map_field, tensor_map
 from flashgen.kinds.kind import PassName
 from flashgen.kinds.operand import Operand
@@ -96,6 +96,7 @@ class Written(Protocol):
 
 
 _Launch = tuple[int, int, int, int]  # function, grid, threads, bytes of shared memory
+_Steps = Sequence[tuple[_Launch, LaunchMaps | None]]
 _Parameters = ctypes.c_char_p * 2
 
 
@@ -121,17 +122,15 @@ class CudaKernel(GpuKernel[Written]):
             )
             for part in found.parts
         ]
-        settled = tuple(values[self.layout.varying :])
+        fixed = tuple(values[self.layout.varying :])
         native = None
         is_alone = len(parts) == 1 and not (parts[0][0].moves or parts[0][0].lists or parts[0][0].places)
         if is_alone and self.layout.params is not None:
-            own = (*(0,) * self.layout.varying, *settled)
+            own = (*(0,) * self.layout.varying, *fixed)
             native = functools.partial(self._native, found.workspace_bytes, *parts[0][:2], own)
-        return Prepared(found.workspace_bytes, lambda varying: self._run(parts, (*varying, *settled)), native)
+        return Prepared(found.workspace_bytes, lambda varying: self._run(parts, (*varying, *fixed)), native)
 
-    def _native(
-        self, size: int, part: Part, steps: Sequence[tuple[_Launch, LaunchMaps | None]], values: Values
-    ) -> Native | None:
+    def _native(self, size: int, part: CallPart, steps: _Steps, values: Values) -> Native | None:
         driver = self.driver.entry_points()
         if driver is None:
             return None
@@ -146,9 +145,7 @@ class CudaKernel(GpuKernel[Written]):
 
     def _run(
         self,
-        parts: Sequence[
-            tuple[Part, Sequence[tuple[_Launch, LaunchMaps | None]], Sequence[tuple[SharedLists, Sequence[_Launch]]]]
-        ],
+        parts: Sequence[tuple[CallPart, _Steps, Sequence[tuple[SharedLists, Sequence[_Launch]]]]],
         values: Values,
     ) -> None:
         driver = self.driver

@@ -14,7 +14,6 @@ from flashgen.hosts.tensor_maps import PARAMETER_ALIGNMENT, WORD_BYTES, TensorMa
 
 _LIBRARY = "libcuda.so.1"
 _INTERLEAVE_NONE, _PROMOTE_L2_128B, _FILL_ZEROS = 0, 2, 0
-_TORCH = "libtorch_cuda.so"
 
 
 class TensorMapRefused(RuntimeError):  # noqa: N818 - reads as what happened
@@ -52,12 +51,12 @@ def encode(tensor: TensorMap, address: int, library: str = _LIBRARY) -> bytes:
 
 
 @functools.cache
-def entry_points(library: str = _LIBRARY, torch: str = _TORCH) -> tuple[int, int, int, int] | None:
-    """Where functions of the driver lie that launch a kernel, clear memory and encode maps, and one of torch's that
-    tells the current stream of a device; None where one is missing.
+def entry_points() -> tuple[int, int, int, int] | None:
+    """The addresses of the driver's functions that launch a kernel, clear memory and encode maps, and of torch's
+    function that tells the current stream of a device; None where one is missing.
     """
     try:
-        driver, own = ctypes.CDLL(library), ctypes.CDLL(torch)
+        driver, own = ctypes.CDLL(_LIBRARY), ctypes.CDLL("libtorch_cuda.so")
         found = (
             driver.cuLaunchKernel,
             driver.cuMemsetD8Async,

@@ -23,7 +23,7 @@ from flashgen.hosts.extents import extents
 from flashgen.hosts.gpu_kernel import GpuKernel
 from flashgen.hosts.kernel import Prepared, Step, Values
 from flashgen.hosts.lists import ListCache, SharedLists
-from flashgen.hosts.schedule import Compiled, DeviceSize, Part
+from flashgen.hosts.schedule import CallPart, Compiled, DeviceSize
 from flashgen.hosts.tensor_maps import PARAMETER_ALIGNMENT, emulated, map_bytes, map_field, tensor_map
 from flashgen.kinds.cached import PLACES, SPLITS
 from flashgen.kinds.kind import PassName
@@ -100,10 +100,10 @@ class EmulatedKernel(GpuKernel[bytes]):
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
         kernels, found = self.scheduled(name, values)
-        settled = tuple(values[self.layout.varying :])
-        return Prepared(0, lambda varying: self._run(name, kernels, found.parts, (*varying, *settled)))
+        fixed = tuple(values[self.layout.varying :])
+        return Prepared(0, lambda varying: self._run(name, kernels, found.parts, (*varying, *fixed)))
 
-    def _run(self, name: PassName, kernels: Compiled[Program], parts: tuple[Part, ...], values: Values) -> None:
+    def _run(self, name: PassName, kernels: Compiled[Program], parts: tuple[CallPart, ...], values: Values) -> None:
         found = [self._run_part(name, kernels.binary, kernels.launches, part, part.values(values)) for part in parts]
         records = _RECORDS.get()
         if records is not None:
@@ -148,7 +148,7 @@ class EmulatedKernel(GpuKernel[bytes]):
         }
 
     def _run_part(
-        self, name: PassName, program: Program, launches: PassLaunches, part: Part, values: Values
+        self, name: PassName, program: Program, launches: PassLaunches, part: CallPart, values: Values
     ) -> tuple[Report, Report, dict[str, float]]:
         """What its launches did, what making lists took, and where these were."""
         memory = DeviceMemory()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashgen.analysis.variant import Variant
-from flashgen.compiler.choice import TileChoices
 from flashgen.compiler.compiled import CompiledKernel
+from flashgen.compiler.tile_choices import TileChoices
 from flashgen.hosts.emulated import SIZE, EmulatedKernel
 from flashgen.hosts.emulator import Program, compile_program
 from flashgen.hosts.gpu_kernel import Find

@@ -1,6 +1,6 @@
 """``op.explain`` on a CPU: what runs for one call, from the plan that the call takes.
 
-In: a ``Call`` that was checked, what of it kernels are told, the plan. Out: an ``Explanation``.
+In: an ``ExplainedCall``, and the plan. Out: an ``Explanation``.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashgen.analysis.variant import Variant
-from flashgen.hosts.asked import AskedCall
-from flashgen.hosts.explained import placed, with_prediction
+from flashgen.hosts.explained import with_mask_of_call, with_prediction
+from flashgen.hosts.explained_call import ExplainedCall
 from flashgen.plan.explanation import ExplainedKernel, ExplainedPass, Explanation
 from flashgen.plan.measured import PASSES
 from flashgen.plan.plan import Tiles
@@ -23,19 +23,19 @@ def explain_cpu(
     name: str,
     variant: Variant,
     device: Cpu,
-    asked: AskedCall,
+    call: ExplainedCall,
     plan: CpuPlan,
     symbol: str,
     reasons: tuple[str, ...] = (),
 ) -> Explanation:
     """The call on the CPU at hand."""
-    own, threads = placed(variant, asked), asked.threads
+    own, threads = with_mask_of_call(variant, call), call.threads
     timed = replace(device, cores=min(device.cores, threads))
     found = []
-    passes = plan.of_call(device, asked.element, asked.shape)
+    passes = plan.of_call(device, call.element, call.shape)
     for each_name, (products, tile) in passes.items():
-        predicted = cpu_cost.pass_time(own, products, each_name, tile, timed, asked.shape)
-        found.append(with_prediction(_told(each_name, products, tile, device, symbol, threads), own, asked, predicted))
+        predicted = cpu_cost.pass_time(own, products, each_name, tile, timed, call.shape)
+        found.append(with_prediction(_told(each_name, products, tile, device, symbol, threads), own, call, predicted))
     titles = {products.of_pass(each) for each, (products, _) in passes.items()}
     others = {products.of_pass(each) for products in Products for each in PASSES} - titles
     return Explanation(
@@ -44,18 +44,18 @@ def explain_cpu(
         device=device.name,
         target="cpu",
         head_dim=str(variant.head_dim),
-        element=str(asked.element),
-        shape=asked.shape,
+        element=str(call.element),
+        shape=call.shape,
         passes=tuple(found),
         reasons=tuple(each for each in (*plan.reasons, *reasons) if each.partition(": ")[0] not in others),
         rejected=tuple(each for each in plan.rejected if each.pass_name in titles),
     )
 
 
-def explain_jvp(device: Cpu, asked: AskedCall, plan: CpuPlan, symbol: str) -> ExplainedPass:
+def explain_jvp(device: Cpu, call: ExplainedCall, plan: CpuPlan, symbol: str) -> ExplainedPass:
     """The kernel of forward mode, were the call's tangents asked for, or that of its backward pass."""
-    ((name, (products, tile)),) = plan.of_call(device, asked.element, asked.shape).items()
-    return _told(name, products, tile, device, symbol, asked.threads)
+    ((name, (products, tile)),) = plan.of_call(device, call.element, call.shape).items()
+    return _told(name, products, tile, device, symbol, call.threads)
 
 
 def _told(name: str, products: Products, tile: Tiles, device: Cpu, symbol: str, threads: int) -> ExplainedPass:

@@ -1,7 +1,7 @@
 """``op.explain`` on a GPU, real or emulated: what runs for one call, from the very kernels and schedules that it takes.
 
-In: a ``Call`` that was checked, what of it kernels are told, and the compiled kernels of both passes. Out: an
-``Explanation``. Bytes and times are the model's, for the mask where the call's offsets put it.
+In: an ``ExplainedCall``, and the compiled kernels of both passes. Out: an ``Explanation``. The model predicts bytes and
+times, for the mask at the call's offsets.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flashgen.hosts.asked import AskedCall
-from flashgen.hosts.explained import placed, with_prediction
+from flashgen.hosts.explained import with_mask_of_call, with_prediction
+from flashgen.hosts.explained_call import ExplainedCall
 from flashgen.hosts.kernel import Step
 from flashgen.hosts.machine import Machine
 from flashgen.kinds.kind import PassName
@@ -41,51 +41,51 @@ class GpuPass:
     splits: Splits | None = None
 
 
-def explain_gpu(name: str, machine: Machine, asked: AskedCall, passes: Mapping[PassName, GpuPass]) -> Explanation:
+def explain_gpu(name: str, machine: Machine, call: ExplainedCall, passes: Mapping[PassName, GpuPass]) -> Explanation:
     """The call on a GPU, or on one that is emulated."""
     plan = next(iter(passes.values())).plan
-    own, found = placed(plan.recipe.variant, asked), []
+    own, found = with_mask_of_call(plan.recipe.variant, call), []
     reasons: dict[str, None] = {}
     rejected: dict[Rejection, None] = {}
     for each_name, each in passes.items():
         tiles = each.plan.own
         made = _gpu_pass(each_name, tiles.forward if each_name == "forward" else tiles.backward, each)
-        if each_name == "forward" or not asked.values["deterministic"]:
-            predicted = pass_time(each.plan.recipe.of(keep=own.keep), tiles, machine.gpu, asked.shape, each_name)
-            made = with_prediction(made, own, asked, predicted)
+        if each_name == "forward" or not call.values["deterministic"]:
+            predicted = pass_time(each.plan.recipe.of(keep=own.keep), tiles, machine.gpu, call.shape, each_name)
+            made = with_prediction(made, own, call, predicted)
         found.append(made)
         reasons |= dict.fromkeys((*each.plan.reasons_of((each_name,)), *each.reasons))
         rejected |= dict.fromkeys(lost for lost in each.plan.rejected if lost.pass_name in TILES_OF[each_name])
-    if asked.values["deterministic"]:
+    if call.values["deterministic"]:
         reasons[_UNPREDICTED] = None
-    told = _told(name, machine, asked, plan)
+    told = _told(name, machine, call, plan)
     return replace(told, passes=tuple(found), reasons=tuple(reasons), rejected=tuple(rejected))
 
 
-def _told(name: str, machine: Machine, asked: AskedCall, plan: GpuPlan) -> Explanation:
-    """All but the passes, and why."""
+def _told(name: str, machine: Machine, call: ExplainedCall, plan: GpuPlan) -> Explanation:
+    """The explanation without passes and reasons."""
     return Explanation(
         name=name,
         backend=machine.backend,
         device=machine.name,
         target=plan.target,
         head_dim=str(plan.recipe.variant.head_dim),
-        element=str(asked.element),
-        shape=asked.shape,
+        element=str(call.element),
+        shape=call.shape,
         passes=(),
         reasons=(),
     )
 
 
-def explain_jvp(plan: GpuPlan, asked: AskedCall) -> ExplainedPass:
+def explain_jvp(plan: GpuPlan, call: ExplainedCall) -> ExplainedPass:
     """The kernels of forward mode, were its tangents asked for, or those of its backward pass, which need not repeat.
 
     They are told by the planner's tiles for the type of the call: of persistent blocks no more run than there is room
     for.
     """
     (name,) = plan.recipe.variant.kind.passes
-    known = {field: int(value) for field, value in asked.values.items()}
-    launches = pass_launches(plan, name, dropped=bool(asked.values["dropout_threshold"]), deterministic=False)
+    known = {field: int(value) for field, value in call.values.items()}
+    launches = pass_launches(plan, name, dropped=bool(call.values["dropout_threshold"]), deterministic=False)
     kernels = tuple(
         ExplainedKernel(each.kernel, each.threads, each.grid.value(known), each.shared_bytes)
         for each in launches.launches
@@ -94,13 +94,13 @@ def explain_jvp(plan: GpuPlan, asked: AskedCall) -> ExplainedPass:
     return replace(_gpu_pass(title, tile, GpuPass(plan, (), {})), kernels=kernels)
 
 
-def explain_cache(name: str, machine: Machine, asked: AskedCall, forward: GpuPass) -> Explanation:
-    """The same of a call over a cache that is full: it takes at least as long as its bytes."""
+def explain_cache(name: str, machine: Machine, call: ExplainedCall, forward: GpuPass) -> Explanation:
+    """A call over a full cache, on a GPU or on one that is emulated: it takes at least as long as its bytes."""
     variant = forward.plan.recipe.variant
     assert forward.splits is not None, "keys over a cache may be split"
-    known = {name: int(value) for name, value in asked.values.items()}
+    known = {name: int(value) for name, value in call.values.items()}
     found = forward.splits.values(known, machine.size.multiprocessors)
-    tiles, values = forward.plan.own, {**asked.values, **found}
+    tiles, values = forward.plan.own, {**call.values, **found}
     q_len, room = int(values["q_len"]), int(values["kv_len"])
     own = {"batch": 1, "kv_start": 0, "q_start": max(room - q_len, 0), "q_total": max(room, q_len), "kv_total": room}
     sequences = [own | {"b_start": int(values["b_start"]) + n} for n in range(int(values["batch"]))]
@@ -125,7 +125,7 @@ def explain_cache(name: str, machine: Machine, asked: AskedCall, forward: GpuPas
             if each.question != "tiles"
         ),
     )
-    told = _told(name, machine, asked, forward.plan)
+    told = _told(name, machine, call, forward.plan)
     return replace(told, passes=(made,), reasons=reasons, rejected=forward.plan.rejected)
 
 

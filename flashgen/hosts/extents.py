@@ -52,12 +52,10 @@ def _bytes(field: Field, head_dim: HeadDim, known: Mapping[str, int], operands: 
             return 4 * (known["batch"] + 1)
         case "block_table":
             return 4 * known["batch"] * known["table_columns"]
-        case name if name in PLACES:
+        case name if name in PLACES or name.startswith(table_field("")):
             return 4 * known["batch"]
         case name if name in FACTORS:
             return 4 * known["batch"] * known["kv_heads"]
-        case name if name.startswith(table_field("")):
-            return 4 * known["batch"]
         case name if name.startswith(param_place_field("")):
             return 4
         case name if name.startswith(gradient_field("")):

@@ -1,4 +1,4 @@
-"""What calls of kernels for GPUs start, and what they say of it, whether a GPU runs them or the emulator.
+"""The launches of calls on GPUs, real or emulated, and the variants and tiles of their kernels.
 
 In: a ``GpuPlan``, values of ``struct Arguments`` by name. Out: launches, the variant for each kind of call, the tiles
 over a cache. ``gpu_provider.py`` stands on it.
@@ -15,8 +15,8 @@ from flashgen.analysis.selection import has_list_for_each_query
 from flashgen.analysis.tangent import with_slopes, with_tangent
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.compiler.compiled import CompiledKernel, compiled
-from flashgen.hosts.asked import AskedCall
 from flashgen.hosts.explain_gpu import explain_jvp
+from flashgen.hosts.explained_call import ExplainedCall
 from flashgen.hosts.kernel import ELEMENTS
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
@@ -32,7 +32,6 @@ from flashgen.plan.explanation import Explanation
 from flashgen.plan.launches import PassLaunches
 from flashgen.plan.measured import Pins
 from flashgen.plan.plan import CallKind, Part
-from flashgen.targets.gpu.architecture import UnsupportedGpu
 from flashgen.targets.gpu.by_rows import pins_of_rows
 from flashgen.targets.gpu.compile import GpuBinary
 from flashgen.targets.gpu.layouts import fits_blocks
@@ -42,14 +41,14 @@ from flashgen.targets.gpu.tables import WIDEST_JVP
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan
 
-# What kernels of forward mode take, and those of its backward pass.
+# The calls that kernels of forward mode take, and those of its backward pass, in words.
 _NARROW = f"{' and '.join(map(str, ELEMENTS_OF_JVP))}, head dimensions up to {WIDEST_JVP}"
 GPU_TANGENTS = (_NARROW, f"{_NARROW}, scores without sqdist")
 
 
 @functools.lru_cache(maxsize=64)
 def kernel_variant(spec: AttentionSpec, head_dim: HeadDim, kind: Kind = DENSE) -> Variant:
-    """What kernels of a kind compute of a spec. It is remembered, as each pass of a call asks for it."""
+    """The variant that kernels of a kind compute. It is remembered, as each pass of a call asks for it."""
     if kind is BY_BLOCKS:
         return with_listed_blocks(spec, head_dim)
     variant = analyse(spec, head_dim)
@@ -96,34 +95,24 @@ def kind_of(name: PassName, values: Mapping[str, float]) -> CallKind:
 
 
 def with_jvp(
-    told: Explanation, spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget, asked: AskedCall
+    told: Explanation, spec: AttentionSpec, head_dim: HeadDim, target: GpuTarget, call: ExplainedCall
 ) -> Explanation:
-    """What is told of a call, with the kernels of its tangents, if there are some."""
+    """The explanation of a call with the kernels of its tangents, if there are some."""
     found = {}
     for kind in (FORWARD_MODE, FORWARD_MODE_BACKWARD):
         if has_kernels(kind, spec, head_dim, target):
             variant = kernel_variant(spec, head_dim, kind)
-            if asked.element in compiled(variant, target).plan.by_element:
-                found[kind] = explain_jvp(compiled(variant, target, part=Part(asked.element)).plan, asked)
+            if call.element in compiled(variant, target).plan.by_element:
+                found[kind] = explain_jvp(compiled(variant, target, part=Part(call.element)).plan, call)
     return replace(told, jvp=found.get(FORWARD_MODE), jvp_backward=found.get(FORWARD_MODE_BACKWARD))
 
 
 def pins_of_call(kernel: CompiledKernel[GpuPlan, GpuBinary], element: ElementType, values: Mapping[str, float]) -> Pins:
-    """What a call over a cache takes: the tiles for its rows."""
+    """The tiles of a call over a cache, by its rows."""
     rows = int(values["group_rows"])
     if has_list_for_each_query(kernel.variant.spec.tensors):  # no two queries read the same keys
         rows = int(values["heads"]) // max(int(values["kv_heads"]), 1)
     return pins_of_rows(kernel.plan, element, rows)
-
-
-def check_element(plan: GpuPlan, element: ElementType) -> None:
-    """Raises ``UnsupportedGpu`` where a plan has no kernels of an element type."""
-    if element not in plan.by_element:
-        variant = plan.recipe.variant
-        raise UnsupportedGpu(
-            f"'{variant.spec.name}' at head dimension {variant.head_dim} is not generated in {element} for "
-            f"{plan.target}: no tile fits its shared memory"
-        )
 
 
 def kind_of_call(kind: Kind, values: Mapping[str, float]) -> Kind:

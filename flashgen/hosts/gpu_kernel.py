@@ -24,13 +24,13 @@ from flashgen.kinds.kind import Kind, PassName
 from flashgen.plan.arguments import stored_field
 
 Lists = TypeVar("Lists")
-# What a pass of a call runs, by values of fields by name.
+# Gives the kernels of a pass of a call, by values of fields by name.
 Find = Callable[[PassName, Mapping[str, float]], Compiled[Any]]
 
 
 @dataclass(frozen=True)
 class GpuKernel(abc.ABC, Generic[Lists]):
-    """One head dimension on one device. ``find`` gives what a pass runs, for values of fields by name.
+    """One head dimension on one device. ``find`` gives the kernels of a pass, for values of fields by name.
 
     ``most`` bounds the elements that a launch indexes.
     """
@@ -58,9 +58,9 @@ class GpuKernel(abc.ABC, Generic[Lists]):
     def of(self, kind: Kind) -> Kernel | None:
         return self.other(kind)
 
-    def stored_whole(self, settled: Values) -> frozenset[str]:
-        """Not in parts, of which each would store its own sums, nor by more batch entries in turn than it is worth."""
-        values = storing(self.layout, settled)
+    def stored_whole(self, fixed: Values) -> frozenset[str]:
+        """None for a call in parts, as each part would store its own sums, nor for too many batch entries in turn."""
+        values = storing(self.layout, fixed)
         found, parts = self.scheduled("backward", values)
         if len(parts.parts) > 1:
             return frozenset()
@@ -69,7 +69,7 @@ class GpuKernel(abc.ABC, Generic[Lists]):
         return frozenset(name.removeprefix(stored_field("")) for name in worth)
 
     def scheduled(self, name: PassName, values: Values) -> tuple[Compiled[Any], Schedule]:
-        """What a pass of a call runs, and with which numbers."""
+        """The kernels of a pass of a call, and their schedule."""
         found = self.find(name, self.layout.named(values))
         eager = self.list_cache.eager
         return found, schedule(found.launches, self.layout, self.head_dim, values, self.size, self.most, eager=eager)

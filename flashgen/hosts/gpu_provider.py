@@ -13,16 +13,15 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from flashgen.analysis.variant import Variant
-from flashgen.compiler.choice import TileChoices
 from flashgen.compiler.compiled import compiled
 from flashgen.compiler.package.gpu import Packaged, packaged
+from flashgen.compiler.tile_choices import TileChoices
 from flashgen.emit.kernel_source import KernelSource
-from flashgen.hosts.asked import AskedCall
 from flashgen.hosts.cpu_backend import Package
 from flashgen.hosts.explain_gpu import GpuPass, explain_cache, explain_gpu
+from flashgen.hosts.explained_call import ExplainedCall
 from flashgen.hosts.gpu_calls import (
     GPU_TANGENTS,
-    check_element,
     has_kernels,
     kernel_variant,
     kind_of,
@@ -47,6 +46,7 @@ from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import Pins
 from flashgen.plan.plan import CallKind, Part
 from flashgen.targets.gpu.alternatives import tile_of
+from flashgen.targets.gpu.architecture import UnsupportedGpu
 from flashgen.targets.gpu.compile import compile_calls
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.gpu.tiles import GpuPlan
@@ -119,26 +119,26 @@ class GpuProvider:
         found = (made.source for each in self.spec.head_dims for made, _ in self._usual(each))
         return tuple({(source.name, source.text): replace(source, defines=()) for source in found}.values())
 
-    def explain(self, name: str, asked: AskedCall) -> Explanation:
+    def explain(self, name: str, call: ExplainedCall) -> Explanation:
         """One call."""
-        if asked.values["element"] == F8_CODE and self.kind is not EIGHT_BITS:
-            return self.other(EIGHT_BITS).explain(name, asked)
-        machine = self.machines(asked.index)
-        passes = {each: self._explained(machine, each, asked) for each in self.kind.passes}
-        told = explain_gpu(name, machine, asked, passes)
-        return with_jvp(told, self.spec, asked.head_dim, machine.target, asked)
+        if call.values["element"] == F8_CODE and self.kind is not EIGHT_BITS:
+            return self.other(EIGHT_BITS).explain(name, call)
+        machine = self.machines(call.index)
+        passes = {each: self._explained(machine, each, call) for each in self.kind.passes}
+        told = explain_gpu(name, machine, call, passes)
+        return with_jvp(told, self.spec, call.head_dim, machine.target, call)
 
-    def explain_cached(self, name: str, asked: AskedCall) -> Explanation:
+    def explain_cached(self, name: str, call: ExplainedCall) -> Explanation:
         """One call over a cache."""
-        own, machine = self.other(kind_of_call(CACHED, asked.values)), self.machines(asked.index)
-        return explain_cache(name, machine, asked, own._explained(machine, "forward", asked))
+        own, machine = self.other(kind_of_call(CACHED, call.values)), self.machines(call.index)
+        return explain_cache(name, machine, call, own._explained(machine, "forward", call))
 
-    def _explained(self, machine: Machine, name: PassName, asked: AskedCall) -> GpuPass:
+    def _explained(self, machine: Machine, name: PassName, call: ExplainedCall) -> GpuPass:
         """The launches of a pass in their order; those of a divided call one part after another."""
-        made, reasons = self.of_call(asked.head_dim, machine, name, asked.values)
-        launches = launches_of(made.plan, name, asked.values)
+        made, reasons = self.of_call(call.head_dim, machine, name, call.values)
+        launches = launches_of(made.plan, name, call.values)
         layout = ArgumentLayout(cuda_fields(made.plan.recipe))
-        found = schedule(launches, layout, asked.head_dim, layout.values(asked.values), machine.size)
+        found = schedule(launches, layout, call.head_dim, layout.values(call.values), machine.size)
         steps = [step for part in found.parts for step in part.steps]
         return GpuPass(made.plan, steps, {said.name: said for said in made.resources}, reasons, launches.splits)
 
@@ -205,7 +205,11 @@ class GpuProvider:
             wanted = getattr(pins, name)
             if wanted is None or wanted == tile_of(brought.plan.own, name):
                 return _as_packaged(brought, calls)
-        check_element(compiled(variant, machine.target).plan, element)
+        if element not in compiled(variant, machine.target).plan.by_element:
+            raise UnsupportedGpu(
+                f"'{self.spec.name}' at head dimension {variant.head_dim} is not generated in {element} for "
+                f"{machine.target.name}: no tile fits its shared memory"
+            )
         try:
             return machine.make(compiled(variant, machine.target, pins, Part(element, name)), calls)
         except NvrtcMissing as error:

@@ -40,8 +40,8 @@ def call_of(values: Mapping[str, float]) -> tuple[ElementType, Shape]:
 class ArgumentLayout:
     """The memory layout of ``struct Arguments``: values in the order of the fields to bytes, as C aligns them.
 
-    ``varying`` is the number of leading fields that vary; ``pack_varying`` gives their part of the bytes. ``params``
-    are those of params, which alone vary beside what every call has; None where something else does.
+    ``varying`` is the number of leading fields that vary; ``pack_varying`` gives their bytes. ``params`` are the
+    fields of params, where nothing else varies beside what every call has; else None.
     """
 
     def __init__(self, fields: Sequence[Field]) -> None:
@@ -69,7 +69,7 @@ class ArgumentLayout:
         return dict(zip(self.names, values, strict=True))
 
     def ints(self, values: Values) -> dict[str, int]:
-        """Those that are ints, as lengths and strides are: a param may be infinite, and is no size."""
+        """The values that are ints, as lengths and strides are; params, which may be infinite, are left out."""
         return {name: value for name, value in self.named(values).items() if isinstance(value, int)}
 
 
@@ -113,10 +113,10 @@ class Native:
 
 @dataclass(frozen=True)
 class Prepared:
-    """One pass at known sizes: the bytes of workspace that it takes, and what runs it with the values that vary.
+    """One pass at known sizes: the bytes of its workspace, and ``run``, which takes the values that vary.
 
-    ``native`` gives it without an interpreter; None: it has steps that need one. ``by_values`` gives the pass of a call
-    with these values, where bytes of workspace follow from what pointers point to; then nothing else is asked.
+    ``native`` gives the pass for C++; None: it has steps that need Python. ``by_values``, if given, replaces the other
+    fields: it gives the pass of a call with these values, as its workspace depends on numbers behind pointers.
     """
 
     workspace_bytes: int
@@ -125,13 +125,13 @@ class Prepared:
     by_values: Callable[[Values], Prepared] | None = None
 
 
-# What runs a call, q, k and v, under autograd in C++ (``node.py``); None where it does not take these.
+# Runs a call of q, k and v under autograd in C++ (``node.py``); gives None for tensors that it does not take.
 Node = Callable[..., object]
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Captured tensors whose gradients the kernels of a call store, and those of these that they store ``whole``."""
+    """Captured tensors whose gradients the kernels of a call store, and which of them they store ``whole``."""
 
     names: frozenset[str]
     whole: frozenset[str]
@@ -178,20 +178,20 @@ class Kernel(Protocol):
     def stores(self) -> bool:
         """Whether pairs may store gradients (``stored_field``) where results need not repeat."""
 
-    def stored_whole(self, settled: Values) -> frozenset[str]:
-        """The captured tensors of whose gradients every element is stored, with these values of settled fields.
+    def stored_whole(self, fixed: Values) -> frozenset[str]:
+        """The captured tensors whose gradients are stored in every element, with these values of fixed fields.
 
-        Among them are those that batch entries add to in turn, which else are added to.
+        Among them are tensors that batch entries add to in turn. Gradients of all other tensors are added up.
         """
 
     def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
         """Whether q, k, v or d_o can be read where they are, or have to be copied."""
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
-        """A pass for every call that differs from ``values``, those of all fields, in fields that vary alone.
+        """A pass for every call whose values differ from ``values``, those of all fields, in varying fields alone.
 
-        Of the latter it may depend on whether the threshold of dropout and gradients' pointers are zero. Raises
-        ``NoSuchPassError`` where a library of an earlier version has none.
+        It may depend on whether the threshold of dropout and gradients' pointers are zero. Raises ``NoSuchPassError``
+        where a library of an earlier version has no such pass.
         """
 
 
@@ -200,24 +200,22 @@ class NoSuchPassError(Exception):
 
 
 def no_other(kind: Kind) -> Kernel | None:  # noqa: ARG001 - a Kernel's
-    """Of a kernel that leads to no others."""
+    """For a kernel without kernels of other kinds."""
     return None
 
 
-# The kernel of a head dimension on the device with this index; there is one such function for each type of device. None
-# where the reference stands in.
+# Gives the kernel of a head dimension on the device with an index, None where the reference stands in. Each type of
+# device has a provider.
 KernelProvider = Callable[[HeadDim, int], Kernel | None]
 
 
 def takes_tangents(provider: KernelProvider | None) -> tuple[str, str]:
-    """What the kernels of forward mode take that those of a provider lead to, as it says itself, and those of its
-    backward pass; empty: none.
-    """
+    """What a provider says its kernels of forward mode take, and those of its backward pass; empty: there are none."""
     found: tuple[str, str] = getattr(provider, "takes_tangents", ("", ""))
     return found
 
 
 def of_spec(provider: KernelProvider | None, spec: AttentionSpec) -> KernelProvider | None:
-    """What gives another spec's kernels on the devices of a provider for GPUs; None for others."""
+    """The provider of another spec's kernels on the devices of a provider for GPUs; None for other providers."""
     make = getattr(provider, "of_spec", None)
     return None if make is None else make(spec)

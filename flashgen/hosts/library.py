@@ -21,7 +21,7 @@ from flashgen.kinds.kind import Kind, PassName
 from flashgen.plan.arguments import fields_of_kind, table_field
 from flashgen.toolchains.cpp import load_library
 
-# What runs a pass, and what says how many bytes of workspace it takes.
+# The function that runs a pass, and the one that gives the bytes of its workspace.
 Functions = tuple[Callable[..., object], Callable[..., int]]
 # The functions of a name (``forward``, ``ragged_backward``) that a call runs, by values of fields by name.
 Find = Callable[[str, Mapping[str, float]], Functions]
@@ -65,7 +65,7 @@ class LibraryKernel:
         found = functions_of(path, symbol, (only,) if only else ())
         return cls(ArgumentLayout(fields), (lambda _, values: found(only, values)) if only else found)
 
-    def stored_whole(self, settled: Values) -> frozenset[str]:  # noqa: ARG002 - a Kernel's
+    def stored_whole(self, fixed: Values) -> frozenset[str]:  # noqa: ARG002 - a Kernel's
         """None: blocks add what they have."""
         return frozenset()
 
@@ -89,11 +89,11 @@ _FORMAT = "@q6P4q2P"
 
 @dataclass(frozen=True)
 class _Ragged:
-    """Makes ``struct Ragged`` of values that vary. Of each member ``members`` has the slot, and what stands for 0."""
+    """Makes ``struct Ragged`` of values that vary. ``members`` has each one's slot, and the value in place of 0."""
 
     pack: Callable[..., bytes]
     members: Sequence[tuple[int, int]]
-    settled: Values
+    fixed: Values
     kept: Any  # the memory of what stands for null pointers
 
     @classmethod
@@ -111,7 +111,7 @@ class _Ragged:
         return cls(pack, members, (*values[layout.varying :], 0), usual)
 
     def __call__(self, varying: Values) -> bytes:
-        known = (*varying, *self.settled)
+        known = (*varying, *self.fixed)
         return self.pack(*[known[slot] or other for slot, other in self.members])
 
 
@@ -121,7 +121,7 @@ def _over_sequences(
     """A pass of a kind with this layout. Each call has its own: bytes of workspace follow from its lengths."""
     of_dense = (*values[: own.varying], *values[layout.varying : layout.varying + len(own.fields) - own.varying])
     run, workspace = find(f"ragged_{name}", own.named(of_dense))
-    pack, settled = own.pack_varying, _settled(own, own.pack(*of_dense))
+    pack, fixed = own.pack_varying, _fixed(own, own.pack(*of_dense))
     ragged_of, table = _Ragged.of_call(layout, values), layout.slots.get(table_field(_THRESHOLD))
 
     def by_values(given: Values) -> Prepared:
@@ -131,9 +131,9 @@ def _over_sequences(
 
         def start(filled: Values) -> object:
             leading[0] = filled[0]
-            return run(pack(*leading) + settled, ragged)
+            return run(pack(*leading) + fixed, ragged)
 
-        return Prepared(workspace(pack(*leading) + settled, ragged), start)
+        return Prepared(workspace(pack(*leading) + fixed, ragged), start)
 
     return Prepared(0, lambda given: by_values(given).run(given), by_values=by_values)
 
@@ -171,19 +171,19 @@ def _function(library: ctypes.CDLL, path: Path, name: str) -> Any:
     return found
 
 
-def _settled(layout: ArgumentLayout, whole: bytes) -> bytes:
-    """The bytes behind those that vary."""
+def _fixed(layout: ArgumentLayout, whole: bytes) -> bytes:
+    """The bytes of the fixed values, behind those that vary."""
     return whole[len(layout.pack_varying(*(0,) * layout.varying)) :]
 
 
 def _prepared(
     layout: ArgumentLayout, call: Callable[[bytes], object], workspace: Callable[[bytes], int], values: Values
 ) -> Prepared:
-    """A function of the packed arguments, all of which but those that vary are settled."""
+    """A pass of packed arguments, whose values are fixed but for those that vary."""
     pack, whole = layout.pack_varying, layout.pack(*values)
-    size, settled, nothing = workspace(whole), _settled(layout, whole), (0,) * layout.varying
+    size, fixed, nothing = workspace(whole), _fixed(layout, whole), (0,) * layout.varying
 
     def native() -> Native:
-        return Native(size, pack(*nothing) + settled, ctypes.cast(call, ctypes.c_void_p).value or 0)  # type: ignore[arg-type]
+        return Native(size, pack(*nothing) + fixed, ctypes.cast(call, ctypes.c_void_p).value or 0)  # type: ignore[arg-type]
 
-    return Prepared(size, lambda varying: call(pack(*varying) + settled), None if layout.params is None else native)
+    return Prepared(size, lambda varying: call(pack(*varying) + fixed), None if layout.params is None else native)

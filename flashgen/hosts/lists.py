@@ -1,11 +1,10 @@
-"""Lists of visits as the host of a GPU has them: kept for calls that share them, or made by each call.
+"""Lists of the tiles that blocks visit: kept by the host for calls that share them, or made by each call.
 
-In: what a pass says of its lists (``plan/launches.py``) with its numbers, the values of ``struct Arguments``. Out: the
-lists of a call, whatever holds them: made once, found again by all that they depend on, in bounded memory. What was
-not asked for longest makes room; where one would be larger than the bound there is none, and blocks find what they
-visit. To make one takes the host longer than it saves a single call: lengths that come once have none, nor have single
-queries. A call makes those that follow from its captured tensors, where many blocks read them. Nothing here imports
-torch.
+In: the ``VisitLists`` of a pass (``plan/launches.py``), values of ``struct Arguments``. Out: the lists of a call, made
+once, and found again by all values that they depend on, in bounded memory. The list that was not asked for longest
+makes room for others. Without a list, as where it would be larger than the bound, blocks find the tiles themselves. To
+make a list takes longer than it saves a single call: lengths that come once have none, nor have single queries. Lists
+that follow from captured tensors are made by the call, where many blocks read them. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ Question = tuple[object, ...]
 class SharedLists:
     """Lists of one order, with numbers: ``steps`` write ``size`` bytes where the value in ``slot`` points to.
 
-    They tell the classes of ``tiles`` tiles a mask. ``known`` is what they depend on but for the params in the slots
-    ``params``; ``places`` are the slots of where those lie that only the GPU knows.
+    They hold the classes of ``tiles`` tiles a mask. They depend on ``known`` and on the params in the slots ``params``;
+    ``places`` are the slots of pointers to params that only the GPU knows.
     """
 
     slot: int
@@ -46,7 +45,7 @@ class SharedLists:
     places: tuple[int, ...]
 
     def question(self, values: Values) -> Question | None:
-        """All that they depend on; None where only the GPU knows it."""
+        """All values that the lists depend on; None where only the GPU knows them."""
         if not self.params:
             return self.known
         if any(values[place] for place in self.places):
@@ -78,9 +77,9 @@ class ListCache(Generic[Held]):
         return len(self._entries)
 
     def find(self, lists: SharedLists, values: Values, make: Callable[[], Held | None]) -> Held | None:
-        """What is kept for these values, or what ``make`` gives; None where blocks have to find their visits.
+        """The lists that are kept for these values, or that ``make`` gives; None where blocks find tiles themselves.
 
-        ``make`` gives None where there is no memory for them; a later call asks again.
+        ``make`` gives None where there is no memory for lists; a later call asks again.
         """
         if lists.size > self.most_bytes or (lists.tiles < LEAST_TILES and not self.eager):
             return None

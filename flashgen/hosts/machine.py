@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic
 
 from flashgen.analysis.variant import Variant
-from flashgen.compiler.choice import TileChoices, tile_choices
 from flashgen.compiler.compiled import CompiledKernel
+from flashgen.compiler.tile_choices import TileChoices, tile_choices
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts.gpu_kernel import Find, GpuKernel
 from flashgen.hosts.kernel import ArgumentLayout
@@ -25,10 +25,10 @@ from flashgen.toolchains.nvrtc import Resources
 
 @dataclass(frozen=True)
 class Made(Generic[Binary]):
-    """What a kernel became: its plan, its text, and what holds the kernels of these names.
+    """What a kernel became: its plan, its text, and a function from names of kernels to the binary that holds them.
 
-    ``resources`` are what the assembler said of them. ``why`` is said instead of the reasons of the tiles that were
-    asked for, where others run.
+    ``resources`` are those of the kernels, as the assembler said. ``why`` explains, where other tiles run than were
+    asked for.
     """
 
     plan: GpuPlan
@@ -53,7 +53,7 @@ class Machine(abc.ABC):
         return tile_choices(variant, self.gpu, self.name)
 
     def shape_of(self, shape: Shape | None) -> Shape | None:
-        """The shape whose tiles a call of this shape takes; None: those that are taken where no shape is given."""
+        """The shape whose tiles a call of this shape takes; None: the tiles that are used without a shape."""
         return shape
 
     @abc.abstractmethod
@@ -62,4 +62,4 @@ class Machine(abc.ABC):
 
     @abc.abstractmethod
     def kernel(self, layout: ArgumentLayout, head_dim: HeadDim, find: Find) -> GpuKernel[Any]:
-        """What starts what ``find`` gives."""
+        """The kernel that starts the launches that ``find`` gives."""

@@ -1,9 +1,9 @@
 """One pass on a GPU, real or emulated, with all its numbers: what is cleared, what is started on which grid.
 
 In: the launches of a pass (``plan/launches.py``) and the values of ``struct Arguments``. Out: a ``Schedule`` of one
-``Part`` or several: kernels index q, k, v and dO by 32 bits from the pointers that they get, so that a call on larger
-tensors becomes several, over batches and then heads, each a shard of the call. In ragged batches they do so from where
-a sequence begins, and no call is divided. Nothing here imports torch.
+``CallPart`` or several. Kernels index q, k, v and dO by 32 bits from the pointers that they get, so that a call on
+larger tensors becomes several parts, over batches and then heads, each a shard of the call. In ragged batches kernels
+index from where a sequence begins, and no call is divided. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DeviceSize:
 
 
 @dataclass(frozen=True)
-class Part:
+class CallPart:
     """Launches over a shard of the call, whose values differ in a few slots.
 
     ``changes`` are new values by slot, ``moves`` distances in bytes of pointers that are not null. ``buffers`` are the
@@ -87,7 +87,7 @@ class Schedule:
     """A pass. All its parts use the workspace, one after another."""
 
     workspace_bytes: int
-    parts: tuple[Part, ...]
+    parts: tuple[CallPart, ...]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def schedule(
 ) -> Schedule:
     """The parts of one pass; ``eager``: each makes lists that few blocks read, too.
 
-    Raises ``ValueError`` where a single key/value head is too large for one.
+    Raises ``ValueError`` where a single key/value head is too large for a part.
     """
     known = layout.ints(values)
     shards = tuple(_shards(known, head_dim, most, launches.operands))
@@ -123,10 +123,10 @@ def schedule(
     return Schedule(max(part.workspace_bytes for part in parts), parts)
 
 
-def storing(layout: ArgumentLayout, settled: Values) -> Values:
+def storing(layout: ArgumentLayout, fixed: Values) -> Values:
     """Values of a call whose captured gradients are to be stored wherever they can be."""
     stored = (int(name.startswith(stored_field(""))) for name in layout.names[: layout.varying])
-    return (*stored, *settled)
+    return (*stored, *fixed)
 
 
 def is_readable(shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
@@ -213,17 +213,6 @@ def _halves(count: int) -> Iterator[int]:
     yield count
 
 
-def _changes(known: Mapping[str, int], shard: _Shard) -> dict[str, int]:
-    group = known["heads"] // known["kv_heads"]
-    return {
-        "batch": shard.batch,
-        "heads": shard.kv_heads * group,
-        "kv_heads": shard.kv_heads,
-        "b_start": known["b_start"] + shard.b,
-        "h_start": known["h_start"] + shard.head * group,
-    }
-
-
 def _moves(
     known: Mapping[str, int], shard: _Shard, head_dim: HeadDim, operands: Mapping[str, Operand]
 ) -> dict[str, int]:
@@ -247,8 +236,15 @@ def _part(
     *,
     is_whole: bool,
     eager: bool,
-) -> Part:
-    changes = _changes(known, shard)
+) -> CallPart:
+    group = known["heads"] // known["kv_heads"]
+    changes = {
+        "batch": shard.batch,
+        "heads": shard.kv_heads * group,
+        "kv_heads": shard.kv_heads,
+        "b_start": known["b_start"] + shard.b,
+        "h_start": known["h_start"] + shard.head * group,
+    }
     sizes = {**known, **changes}
     found = launches.splits.values(sizes, device.multiprocessors) if launches.splits else {}
     sizes |= found
@@ -257,7 +253,7 @@ def _part(
     started = {"", *(each.field for each in made)}
     buffers = launches.offsets(sizes, made)
     steps = [(each, _step(each, sizes, device)) for each in launches.launches if each.makes in started]
-    # Where every block starts, none counts, and a small call needs no workspace, nor to have it cleared.
+    # Where all blocks start at once none counts tiles, so that a small call needs no workspace, nor to clear one.
     idle = {
         each.tile_counter.buffer for each, step in steps if each.tile_counter and step.grid == each.grid.value(sizes)
     }
@@ -267,7 +263,7 @@ def _part(
     orders = [each.order for each in launches.lists if each.order]
     groups = {each.group: each.heads_of_a_group(sizes, device.cache_bytes // 2) for each in orders}
     changed = (found | groups) if is_whole else (changes | found | groups)
-    return Part(
+    return CallPart(
         changes=tuple((layout.slots[name], value) for name, value in changed.items()),
         moves=tuple((layout.slots[name], distance) for name, distance in moves.items() if distance),
         buffers=buffers,

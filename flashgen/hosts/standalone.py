@@ -21,13 +21,13 @@ ROWS = 8  # of a block, a warp each
 
 @dataclass(frozen=True)
 class Standalone:
-    """One of them."""
+    """A kernel of a GPU that no spec shapes, by the name of its source."""
 
     name: str
 
     @functools.cached_property
     def source(self) -> Text:
-        """What is compiled."""
+        """The source with its headers."""
         text = (shipped("templates") / "cuda" / f"{self.name}.cu").read_text(encoding="utf-8")
         return Text(self.name, text, headers_of(text))
 

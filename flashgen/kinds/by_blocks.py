@@ -1,4 +1,4 @@
-"""Calls that go through blocks of keys, each for the queries whose lists name it; lse lies as that of slices does."""
+"""Calls by blocks of keys, each block with the queries whose lists name it; lse lies as in slices."""
 
 from __future__ import annotations
 

@@ -24,11 +24,11 @@ from flashgen.op.cached import Cache
 from flashgen.op.conversion import require
 from flashgen.op.eight_bits import F8, to_8_bits
 from flashgen.op.lengths import checks_lengths
-from flashgen.op.plain import lies_in_memory, transforming
 from flashgen.op.registered import NAMESPACE
 from flashgen.op.registration import library
 from flashgen.op.sharing import check_caches
 from flashgen.op.signature import ELEMENTS
+from flashgen.op.tensor_kinds import lies_in_memory, transforming
 
 KERNEL = Standalone("append")
 _ROUNDED = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -46,10 +46,10 @@ Strides = tuple[int, ...]
 
 
 def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Cache:
-    """Write k and v behind the rows of each sequence, divided by the factors of a cache of 8 bits where they have more.
+    """Write k and v behind the rows of each sequence. Wider k and v are divided by the factors of a cache of 8 bits.
 
-    Of two rows at one place one stays; on a CPU, or where lengths are checked, they are an error, and everywhere where
-    the caches themselves share memory. Raises ``ValueError`` and ``TypeError``.
+    Two rows at one place are an error on a CPU, and where lengths are checked; else one of them stays. Caches that
+    share memory are an error everywhere. Raises ``ValueError`` and ``TypeError``.
     """
     new, batch = k.shape[2] if k.dim() == 4 else 0, cache.lengths.shape[0]
     for name, x, to in (("k", k, k_cache), ("v", v, v_cache)):
@@ -79,9 +79,10 @@ def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor)
 
 
 def written(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> tuple[Cache, Tensor, Tensor]:
-    """The same unseen by autograd, as a cache would hold the graphs of all steps; and the caches for who reads them.
+    """``append`` unseen by autograd, as a cache would hold the graphs of all steps. Returns the caches to read, too.
 
-    There are no gradients; who asks for those of k and v is told so, as the call's keys require one.
+    k and v have no gradients. Where one is asked for, the keys that are returned require a gradient, so that the call
+    refuses it.
     """
     is_watched = torch.is_grad_enabled() and (k.requires_grad or v.requires_grad)
     if not is_watched or is_compiling() or transforming():
@@ -95,7 +96,7 @@ def written(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor
 
 
 def _places(cache: Cache, k_cache: Tensor, new: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the new rows of each sequence: their numbers, their entry or page, and where they lie in it."""
+    """The numbers of the new rows of each sequence, their entry or page, and their places in it."""
     places = cache.lengths[:, None].long() + torch.arange(new, device=k_cache.device)
     if not cache.is_paged:
         return places, cache.in_numbers().entries.long()[:, None].expand(places.shape), places
@@ -118,7 +119,7 @@ def _name_what_lies_outside(cache: Cache, k_cache: Tensor, new: int) -> None:
 
 
 def _by_operators(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Cache:
-    """The same; a row without a place stops a GPU before one is written."""
+    """``append`` by PyTorch's operators. On a GPU a row without a place fails an assertion before rows are written."""
     check_caches(k_cache, v_cache, in_memory=not is_compiling() and lies_in_memory((k_cache, v_cache)))
     new, capacity = k.shape[2], cache.capacity(k_cache)
     places, outer, inner = _places(cache, k_cache, new)
@@ -144,7 +145,7 @@ def _by_operators(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: 
 # -- by the kernel -----------------------------------------------------------------------------------------------------
 
 
-class Rows(ctypes.Structure):
+class AppendedRows(ctypes.Structure):
     """``struct Appended``."""
 
     _fields_ = (
@@ -159,7 +160,7 @@ class Arguments(ctypes.Structure):
     """``struct Append``."""
 
     _fields_ = (
-        ("of", Rows * 2),
+        ("of", AppendedRows * 2),
         *((name, ctypes.c_void_p) for name in ("lengths", "entries", "pages", "filled")),
         *((name, ctypes.c_int64) for name in ("batch", "heads", "fresh")),
         *((name, ctypes.c_int) for name in ("rows", "columns", "count", "padding")),
@@ -175,7 +176,7 @@ def arguments(
     cached: Sequence[Tensor],
     fresh: Sequence[Tensor],
 ) -> Arguments:
-    """Of a launch; tensors as the operator has them, keys before values."""
+    """The arguments of a launch, of the operator's tensors, keys before values. An empty tensor has address 0."""
     (k, v), (k_cache, v_cache), (k_factors, v_factors) = fresh, cached, factors
     at = k.data_ptr(), k_cache.data_ptr(), v.data_ptr(), v_cache.data_ptr()
     key = (
@@ -183,29 +184,29 @@ def arguments(
         (k.dtype, k_cache.dtype), (v.dtype, v_cache.dtype), blocks.shape[1],
         at[0] % 16, at[1] % 16, at[2] % 16, at[3] % 16,
     )  # fmt: skip
-    packed = Arguments.from_buffer_copy(_settled(key))
+    packed = Arguments.from_buffer_copy(_fixed(key))
     keys, values = packed.of
-    keys.source, keys.to, keys.factors = at[0], at[1], _address(k_factors)
-    values.source, values.to, values.factors = at[2], at[3], _address(v_factors)
+    keys.source, keys.to, keys.factors = at[0], at[1], k_factors.data_ptr()
+    values.source, values.to, values.factors = at[2], at[3], v_factors.data_ptr()
     packed.lengths, packed.filled = lengths.data_ptr(), filled.data_ptr()
-    packed.entries, packed.pages = _address(entries), _address(blocks)
+    packed.entries, packed.pages = entries.data_ptr(), blocks.data_ptr()
     return packed
 
 
 @functools.lru_cache(maxsize=512)
-def _settled(key: tuple[Any, ...]) -> bytes:
-    """All but addresses, of which the last digits are known."""
+def _fixed(key: tuple[Any, ...]) -> bytes:
+    """The bytes of ``Arguments`` without addresses, of which the key has the remainders modulo 16."""
     k, k_by, k_cache, k_cache_by, v, v_by, v_cache_by, of_k, of_v, columns, *ends = key
     of_keys = _rows(k[3], (k_by, k_cache_by), of_k, ends[:2])
     of_values = _rows(v[3], (v_by, v_cache_by), of_v, ends[2:])
     batch, heads, new, _ = k
-    of = (Rows * 2)(of_keys, of_values)
+    of = (AppendedRows * 2)(of_keys, of_values)
     return bytes(Arguments(of, 0, 0, 0, 0, batch, heads, new, k_cache[2], columns, k_cache[0], 0))
 
 
 def _rows(
     width: int, strides: tuple[Strides, Strides], dtypes: tuple[torch.dtype, torch.dtype], ends: Sequence[int]
-) -> Rows:
+) -> AppendedRows:
     """How rows of a type are written to a cache of one; ``ends`` are their addresses modulo 16."""
     (dtype, cached), (from_by, to_by), element = dtypes, strides, 0
     if cached is not dtype:
@@ -216,7 +217,7 @@ def _rows(
         width //= together
         from_by, to_by = (tuple(s // together for s in (*by[:3], by[3] * together)) for by in (from_by, to_by))
     each = ctypes.c_int64 * 4
-    return Rows(0, 0, 0, each(*from_by), each(*to_by), width, unit, element, 0)
+    return AppendedRows(0, 0, 0, each(*from_by), each(*to_by), width, unit, element, 0)
 
 
 def _unit(sizes: tuple[int, int], width: int, addresses: Sequence[int], strides: Sequence[Sequence[int]]) -> int:
@@ -226,10 +227,6 @@ def _unit(sizes: tuple[int, int], width: int, addresses: Sequence[int], strides:
         return size
     numbers = [*addresses, width * size, *(stride * size for by in strides for stride in by[:3])]
     return next((unit for unit in (16, 8, 4) if size < unit <= most and not any(n % unit for n in numbers)), size)
-
-
-def _address(x: Tensor) -> int:
-    return x.data_ptr() if x.numel() else 0
 
 
 def _append(
@@ -248,10 +245,6 @@ def _append(
     return filled
 
 
-def _fake(lengths: Tensor, *_: Tensor) -> Tensor:
-    return torch.empty_like(lengths)
-
-
 def _register() -> None:
     names = ("lengths", "entries", "blocks", "k_factors", "v_factors", "k_cache", "v_cache", "k", "v")
     marks: dict[str, str] = {"k_cache": "(a!)", "v_cache": "(b!)"}
@@ -259,7 +252,7 @@ def _register() -> None:
     made: Any = library()
     made.define(f"{_OPERATOR}({schema}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
     made.impl(_OPERATOR, _append, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{_OPERATOR}", _fake, lib=made)
+    torch.library.register_fake(f"{NAMESPACE}::{_OPERATOR}", lambda lengths, *_: torch.empty_like(lengths), lib=made)
 
 
 _register()

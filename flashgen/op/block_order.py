@@ -18,7 +18,7 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.by_blocks import BY_BLOCKS
 from flashgen.op.call import Attended, Rest, Tensors
 from flashgen.op.engine import Engine
-from flashgen.op.selected import check_numbers
+from flashgen.op.selected import check_listed_blocks
 from flashgen.plan.by_blocks import BlockOrder, block_order
 
 
@@ -46,7 +46,7 @@ class CallsByBlocks:
         if order is None:
             return None
         call, q = self._engine.checker.find(tensors, rest), tensors[0]
-        check_numbers(self._select, tensors[self._listed], call.sizes)
+        check_listed_blocks(self._select, tensors[self._listed], call.sizes)
         o = torch.empty_strided(*call.o, dtype=call.written, device=call.device)
         lse = torch.empty_strided(*call.lse, dtype=torch.float32, device=call.device)
         parts = torch.empty_strided(*call.lse_parts, dtype=torch.float32, device=call.device) if keeps_lse else None

@@ -1,12 +1,12 @@
 """Caches of keys and values: the queries are the last ones of each sequence.
 
-On a GPU the host knows neither how long sequences are nor where they lie, unless a call asks for what follows from
-that: kernels find their rows by themselves, and stay inside of the cache whatever the numbers say.
+On a GPU the host does not read the lengths of sequences nor their places, unless the call needs something that follows
+from them. Kernels find the rows by themselves, and stay inside of the cache whatever the numbers say.
 
-In: the arguments of the operators that end in ``_decode``: q [B, H, Nq, D], the caches as ``Cache`` says. Out: what an
-engine runs, which gives o [B, H, Nq, Dv] and lse [B, H, Nq]. Each sequence means what a dense call of a part of it
-means: Nq and Nk are its rows in the cache, queries begin at Nq less their number, keys at its left padding. Captured
-tensors have the sizes of the cache. There are no gradients.
+In: the arguments of the operators that end in ``_decode``: q [B, H, Nq, D], the caches as ``Cache`` says. Out: a
+``CachedCall``, of which an engine computes o [B, H, Nq, Dv] and lse [B, H, Nq]. Each sequence means what a dense call
+of a part of it means: Nq and Nk are its rows in the cache, queries begin at Nq less their number, keys at its left
+padding. Captured tensors have the sizes of the cache. There are no gradients.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from flashgen.op.call import CallChecker, Rest, Tensors
 from flashgen.op.checks import match
 from flashgen.op.conversion import as_number, is_integral, saturated, saturated_number
 from flashgen.op.eight_bits import F8, factors_of, from_8_bits
-from flashgen.op.plain import is_plain
-from flashgen.op.taken import OneProblem, Taken
+from flashgen.op.kind_call import KindCall, OneProblem
+from flashgen.op.tensor_kinds import is_plain
 from flashgen.reference import tiled
 from flashgen.reference.programs import Place
 from flashgen.reference.shard import Shard
@@ -39,13 +39,13 @@ _MOST_USUAL = 128
 
 @dataclass(frozen=True)
 class Cache:
-    """Where the keys and values of B sequences lie, all but factors int32 and checked by ``check``.
+    """Where the keys and values of B sequences lie: int32 tensors, which ``check`` checks, and float32 factors.
 
-    ``lengths`` [B] are the rows of each, ``padding`` [B] those in front that are not its own. Rows lie in entry
-    ``entries[b]`` of the cache [entries, Hkv, Nmax, D] or, where ``blocks`` [B, P] has columns, in pages
-    ``blocks[b, 0]``, ``blocks[b, 1]``, … of one [pages, Hkv, page, D]. Numbers of 8 bits are multiplied by
-    ``k_factors`` and ``v_factors`` [B, Hkv], float32, or as they are where these have no rows. Nothing has to be
-    launched for what nobody asked for: ``padding`` and ``entries`` without numbers mean 0, and b.
+    ``lengths`` [B] are the rows of each sequence, ``padding`` [B] the rows in front that are not its own. Rows lie in
+    entry ``entries[b]`` of a cache [entries, Hkv, Nmax, D] or, where ``blocks`` [B, P] has columns, in pages
+    ``blocks[b, 0]``, ``blocks[b, 1]``, … of a cache [pages, Hkv, page, D]. Numbers of 8 bits are multiplied by
+    ``k_factors`` and ``v_factors`` [B, Hkv], unless these are empty. ``padding`` and ``entries`` may be empty, too,
+    and then mean 0 and b, so that no kernel has to fill them.
     """
 
     lengths: Tensor
@@ -61,7 +61,7 @@ class Cache:
         return self.blocks.shape[1] > 0
 
     def in_numbers(self) -> Cache:
-        """The same, with ``padding`` and ``entries`` written out."""
+        """The cache with ``padding`` and ``entries`` filled in."""
         if self.padding.numel() and self.entries.numel():
             return self
         padding, entries = _usual(_written_out, self.lengths.shape[0], self.lengths)
@@ -69,7 +69,7 @@ class Cache:
         return replace(self, padding=padding, entries=self.entries if self.entries.numel() else entries)
 
     def capacity(self, cache: Tensor) -> int:
-        """The rows that there may be."""
+        """The rows that a sequence has room for."""
         return int(self.blocks.shape[1] * cache.shape[2] if self.is_paged else cache.shape[2])
 
     def sequence(self, k: Tensor, v: Tensor, number: int, length: int, padding: int) -> tuple[Tensor, Tensor]:
@@ -176,21 +176,21 @@ def cache_of(
 
 
 def _nothing(batch: int, device: torch.device) -> tuple[Tensor, ...]:
-    """No numbers, no pages and no factors of so many sequences."""
+    """Empty numbers, pages and factors of so many sequences."""
     numbers, blocks = (torch.empty(shape, dtype=torch.int32, device=device) for shape in ((0,), (batch, 0)))
     return numbers, blocks, torch.empty((0, 0), dtype=torch.float32, device=device)
 
 
 def _written_out(batch: int, device: torch.device) -> tuple[Tensor, ...]:
-    """The padding and the entries of so many sequences where nobody gives others."""
+    """The padding and the entries of so many sequences where a call gives none."""
     return torch.zeros(batch, dtype=torch.int32, device=device), torch.arange(batch, dtype=torch.int32, device=device)
 
 
 def _usual(make: _Make, batch: int, like: Tensor) -> tuple[Tensor, ...]:
-    """What most calls of so many sequences say, on the device of a tensor. Nobody writes to it.
+    """The tensors that ``make`` gives for so many sequences, on the device of a tensor. Nobody writes to them.
 
-    On a CPU it is made once: a small call takes as long as to make it. Autograd saves it for calls to come, whatever
-    mode this one is in.
+    On a CPU they are made once, as making them takes as long as a small call. They are no tensors of inference mode,
+    as autograd may save them in later calls.
     """
     if not (like.is_cpu and is_plain((like,))):
         return make(batch, like.device)
@@ -223,12 +223,12 @@ def _numbers(name: str, x: object, shape: tuple[int | None, ...], q: Tensor) -> 
 
 
 def _form(shape: tuple[int | None, ...]) -> str:
-    """What a tensor of numbers looks like. Written where one does not fit alone: Dynamo writes no symbolic size."""
+    """The shape of a tensor of numbers, for error messages alone: Dynamo cannot print symbolic sizes."""
     return f"i32[{', '.join('P' if length is None else str(length) for length in shape)}]"
 
 
 @dataclass(frozen=True)
-class CachedCall(Taken):
+class CachedCall(KindCall):
     """A call over a cache; ``found`` are the rows of each sequence and its padding, where the host knows them."""
 
     cache: Cache
@@ -242,7 +242,7 @@ class CachedCall(Taken):
         return problems(spec, self.call.shard, self.cache.in_numbers(), self.found, self.tensors)
 
 
-def take(checker: CallChecker, tensors: Tensors, rest: Rest, _derives: bool) -> CachedCall:
+def kind_call(checker: CallChecker, tensors: Tensors, rest: Rest, _derives: bool) -> CachedCall:
     """The call of an operator's arguments. Raises ``ValueError`` and ``TypeError``."""
     own, cache = tensors[:-_PLACES], Cache(*tensors[-_PLACES:])
     q, k = own[:2]
@@ -257,25 +257,25 @@ def take(checker: CallChecker, tensors: Tensors, rest: Rest, _derives: bool) -> 
     call = checker.find(own, rest)
     if checker.spec.tensors:
         checker.lengths.check(call.head_dim, call.sizes, [(length, length) for length, _ in found])
-    # What has no numbers has no address. The last are counters, of which hosts look after themselves.
+    # An empty tensor has address 0. The last pointer is that of counters, which hosts fill in.
     pointers = [x.data_ptr() for x in tensors[-_PLACES:]]
     return CachedCall(call, own, rest, [*pointers, 0], cache, found)
 
 
 def whole_numbers(rows: Sequence[Tensor], places: Sequence[Tensor], numbers: Sequence[Any]) -> Sequence[Any]:
-    """What shapes are checked with, by the numbers of a call; without places these have the room of the cache."""
+    """The numbers that shapes are checked with: those of the call, and the room of the cache."""
     return (*numbers[:4], Cache(*places).capacity(rows[1])) if places else numbers
 
 
 def _of_sequence(number: int, place: Place, x: Any) -> Any:
-    """What the dense problem of a sequence sees of a result."""
+    """The view that the dense problem of a sequence has of a result."""
     return x if place is Place.WHOLE or x is None else x[number][None]
 
 
 def problems(
     spec: AttentionSpec, whole: Shard, cache: Cache, found: Sequence[tuple[int, int]], tensors: Sequence[Tensor]
 ) -> Iterator[OneProblem]:
-    """Each sequence that gives anything. ``cache`` is ``in_numbers``."""
+    """The dense problem of each sequence whose results are not zero. ``cache`` is ``in_numbers``."""
     q, k, v = tensors[:3]
     b_total, h_total, _, _ = whole.totals()
     for number, (length, padding) in enumerate(found):

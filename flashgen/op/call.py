@@ -27,8 +27,8 @@ from flashgen.op.eight_bits import F8
 from flashgen.op.indices import Indices
 from flashgen.op.layouts import Layout, layout_like, packed_layout
 from flashgen.op.lengths import LengthChecks
-from flashgen.op.plain import NoMemoryError
 from flashgen.op.signature import ELEMENTS, TORCH_DTYPES, dtype_of, kind
+from flashgen.op.tensor_kinds import NoMemoryError
 from flashgen.op.values import by_axis, type_of_sums
 from flashgen.plan.arguments import dimension_field, stride_field
 from flashgen.reference.dense import drop_probability, param_values
@@ -36,8 +36,8 @@ from flashgen.reference.shard import Shard
 
 # The first arguments of the operators: q, k, v, captured tensors, params, seed and dropout_p, and those of the kind.
 Tensors = tuple[Any, ...]
-# d_lse, o, lse and its parts.
-Rows = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+# d_lse, then what the forward pass saved: o, lse and its parts.
+Saved = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 # o, lse and its parts, [B, H, Nq, 2]: what lse cannot hold of rows whose scores are extreme, a maximum of these and the
 # logarithm in base 2 of the sum of what exp gives of them less that. 0 and 0 for other rows. Only kernels read it.
 Attended = tuple[Tensor, Tensor | None, Tensor | None]
@@ -57,14 +57,14 @@ os.register_at_fork(after_in_child=lambda: FORKS.append(os.getpid()))
 class Call:
     """What follows from the shapes, strides, types and device of a call, and from its last arguments.
 
-    ``o``, ``lse`` and ``lse_parts`` are shapes and strides, ``gradients`` those of q, k and v; ``written`` is the type
-    of o and of these gradients; ``o_is_like_q``: torch.empty_like(q) is like o. ``settled`` are the values of ``struct
-    Arguments`` behind those that vary; empty where no kernel runs. ``needs_copy``: the kernel cannot read q, k
-    or v where they are; ``may_copy``: or perhaps not from where they start. ``needs_lse`` and ``writes_parts`` are what
-    ``Kernel`` says of passes of this kind. ``reads_nothing``: a captured tensor has no
-    elements: its strides are 0, and a zero stands for any that is read. ``forward`` remembers passes with and without
-    dropout, ``backward`` by all that they depend on, ``params`` the defaults, ``nodes`` that of autograd in C++, once
-    it is known whether there is one, ``stored`` the captured tensors whose gradients kernels store, once that is.
+    ``o``, ``lse`` and ``lse_parts`` are shapes and strides, ``gradients`` those of dq, dk and dv; ``written`` is the
+    type of o and of these gradients; ``o_is_like_q``: torch.empty_like(q) lies as o does. ``fixed`` are the values of
+    ``struct Arguments`` behind those that vary; empty where no kernel runs. ``needs_copy``: the kernel cannot read q, k
+    or v with these strides; ``may_copy``: or perhaps not at their addresses. ``needs_lse`` and ``writes_parts`` are
+    those of the ``Kernel``. ``reads_nothing``: a captured tensor has no elements, so that its strides are 0 and one
+    zero stands for all. Remembered are, once known: ``forward`` passes with and without dropout, ``backward`` passes by
+    ``backward_key``, the defaults of ``params``, the node of autograd in C++ or None in ``nodes``, and in ``stored``
+    the captured tensors whose gradients kernels store.
     """
 
     shard: Shard
@@ -81,7 +81,7 @@ class Call:
     device: torch.device
     is_on_cpu: bool
     kernel: Kernel | None
-    settled: tuple[float, ...]
+    fixed: tuple[float, ...]
     needs_copy: bool
     may_copy: bool
     needs_lse: bool
@@ -125,7 +125,7 @@ class CallChecker:
         allowed = [each for each in _KERNEL_DTYPES if spec.dtypes is None or each in spec.dtypes]
         self.dtypes = tuple(TORCH_DTYPES[each] for each in allowed)
         self._accepted = (*self.dtypes, torch.float64) if is_reference else self.dtypes
-        if kind.parts:  # of 16 bits may have been widened
+        if kind.parts:  # calls of 16 bits may have been widened
             self._accepted = tuple(dict.fromkeys((*self._accepted, torch.float32)))
         self._known: dict[object, Call] = {}
         self._last: tuple[object, Call | None] = (None, None)
@@ -230,16 +230,16 @@ class CallChecker:
         kernel = self.kernel(q, v)
         if not self.kind.by_sequence:  # else by the lengths of each sequence
             self.indices.check(head_dim, sizes)
-        settled: Sequence[float] = ()
+        fixed: Sequence[float] = ()
         written = self.written(q.dtype)
         o = self.layout(q, (*q.shape[:-1], v.shape[-1]))
         gradients = self.layout(q, q.shape), self.layout(k, k.shape), self.layout(v, v.shape)
         if kernel is not None:
-            known = settled_values(self.spec, shard, q, k, v, tensors)
+            known = fixed_values(self.spec, shard, q, k, v, tensors)
             for name, layout in zip(("o", "dq", "dk", "dv"), (o, *gradients), strict=True):
                 known |= row_strides(name, layout[1])
-            known |= {"deterministic": rest[1], "threads": threads, **self.checks.settled(shard, q, k, rest[0])}
-            settled = kernel.layout.values(known)[kernel.layout.varying :]
+            known |= {"deterministic": rest[1], "threads": threads, **self.checks.fixed(shard, q, k, rest[0])}
+            fixed = kernel.layout.values(known)[kernel.layout.varying :]
         needs_copy = kernel is not None and not all(
             kernel.reads(x.shape, x.stride(), x.element_size()) for x in (q, k, v)
         )
@@ -248,7 +248,7 @@ class CallChecker:
             shard,
             head_dim,
             sizes,
-            # Sequences may be said to be as long as ever, and have no rows.
+            # A ragged batch may have lengths, and no rows.
             shard.is_empty or (self.kind.ragged and 0 in (q.shape[0], k.shape[0])),
             rest[1],
             written,
@@ -260,7 +260,7 @@ class CallChecker:
             q.device,
             q.is_cpu,
             kernel,
-            tuple(settled),
+            tuple(fixed),
             needs_copy,
             needs_copy or (kernel is not None and kernel.row_alignment > 1),
             kernel is not None and kernel.needs_lse and not self.kind.forward_only,
@@ -270,7 +270,7 @@ class CallChecker:
         )
 
     def kernel(self, q: Tensor, v: Tensor) -> Kernel | None:
-        """The kernel of these calls, by that of dense ones, which writes sums where their type is that of q."""
+        """The kernel of these calls. Parts in the type of their sums take that of dense calls."""
         dense = self.dense_kernel(q, v)
         if dense is None or self.kind is DENSE or (self.kind.parts and self.written(q.dtype) is q.dtype):
             return dense
@@ -304,13 +304,13 @@ class CallChecker:
             check_captured_type(declared, tensor)
 
     def written(self, dtype: torch.dtype) -> torch.dtype:
-        """The type of o and of gradients, where q, k and v have this one."""
+        """The type of o and of gradients for this type of q, k and v."""
         if self.kind.parts:
             return type_of_sums(dtype)
         return dtype if self.kind.o is None else TORCH_DTYPES[self.kind.o]
 
     def layout(self, x: Tensor, shape: Sequence[int]) -> Layout:
-        """How a result of this shape lies that belongs to ``x``; kernels that add up parts take contiguous ones."""
+        """The layout of a result of this shape that belongs to ``x``; of parts, which are added up, contiguous."""
         return packed_layout(*shape) if self.kind.parts else layout_like(x, shape)
 
 
@@ -329,7 +329,7 @@ def is_readable(kernel: Kernel, x: Tensor) -> bool:
     """Whether a kernel can read this tensor where it is."""
     if x.data_ptr() % kernel.row_alignment:
         return False
-    # A copy would lie no better than what is contiguous.
+    # A copy of a contiguous tensor would lie no better.
     return x.is_contiguous() or kernel.reads(x.shape, x.stride(), x.element_size())
 
 
@@ -353,7 +353,7 @@ def _reads_params(*roots: Expr) -> bool:
     return any(isinstance(node, Symbol) and node.kind is SymbolKind.PARAM for node in walk(*roots))
 
 
-def settled_values(
+def fixed_values(
     spec: AttentionSpec, shard: Shard, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor]
 ) -> dict[str, Any]:
     """The values of ``struct Arguments`` that shapes, strides and types determine."""

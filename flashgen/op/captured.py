@@ -1,4 +1,4 @@
-"""What kernels are told of a call beside q, k and v: captured tensors, params and dropout, and where gradients go."""
+"""The arguments of kernels beside q, k and v: captured tensors, params and dropout, and where their gradients go."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from flashgen.hosts.kernel import ADDED, Stored
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.call import Call, CallChecker
 from flashgen.op.conversion import check_scalar
-from flashgen.op.plain import NoMemoryError
 from flashgen.op.selected import check_selection
 from flashgen.op.signature import Signature
+from flashgen.op.tensor_kinds import NoMemoryError
 from flashgen.op.values import address
 from flashgen.plan.arguments import stored_tensors, summed_tensors
 from flashgen.reference.dense import Dropout
@@ -22,9 +22,9 @@ from flashgen.reference.philox import drop_threshold, survivor_scale
 
 
 class Captured(NamedTuple):
-    """What a call is given beside q, k and v, checked: ``given`` are the params that were passed, ``params`` all.
+    """The checked arguments of a call beside q, k and v: ``given`` are the params that were passed, ``params`` all.
 
-    ``read`` is what kernels read in the place of ``tensors``: a zero for those without elements.
+    Kernels read ``read`` in the place of ``tensors``: a zero stands for a tensor without elements.
     """
 
     tensors: Sequence[Tensor]
@@ -36,7 +36,7 @@ class Captured(NamedTuple):
 
     @property
     def drawn(self) -> Dropout | None:
-        """The dropout of what is no kernel, and fetches the seed itself."""
+        """The dropout with the seed as a tensor where kernels would fetch it, for the reference."""
         if self.dropout is None or self.seed is None:
             return self.dropout
         return Dropout(self.dropout.probability, self.seed)
@@ -57,7 +57,7 @@ class CapturedValues:
         self.no_gradients = [0] * (sum(self._learned) + len(self._fields))
 
     def read(self, call: Call, tensors: Sequence[Any]) -> Captured:
-        """What a call is given beside q, k and v, checked.
+        """The checked arguments of a call beside q, k and v.
 
         Raises ``TypeError`` and ``ValueError`` for a seed or a param that is not what the spec declares.
         """
@@ -86,7 +86,7 @@ class CapturedValues:
         return Captured(captured, read, given, params, dropout, fetched)
 
     def add(self, values: list[float], call: Call, captured: Captured, gradients: Sequence[int]) -> bool:
-        """Add the values that vary behind those of q, k, v and what belongs to them. Whether pairs are dropped."""
+        """Add the varying values of captured tensors, params and dropout. Returns whether pairs are dropped."""
         threshold = 0
         if captured.dropout is not None:
             probability, seed = captured.dropout.probability, captured.dropout.seed
@@ -106,9 +106,9 @@ class CapturedValues:
     def sums(
         self, call: Call, captured: Captured, needs: Sequence[bool], stored: Stored = ADDED
     ) -> list[tuple[Tensor | None, Any]]:
-        """What kernels add to in float32, or store in the tensor's own type.
+        """A gradient for each captured value that may have one, None where none is needed, with the value itself.
 
-        With what it is the gradient of, for all that may have one.
+        Kernels add to gradients in float32, or store them in the tensor's own type.
         """
         all_of_them = zip((*captured.tensors, *captured.given), self._learned, needs, strict=True)
         learned = [(x, need) for x, is_learned, need in all_of_them if is_learned]
@@ -123,7 +123,7 @@ class CapturedValues:
         ]
 
     def addresses(self, sums: Sequence[tuple[Tensor | None, Any]], stored: Stored = ADDED) -> list[int]:
-        """Of what is added to, and then of what is stored."""
+        """The addresses of gradients that kernels add to, then of gradients that they store."""
         found = {name: address(x) for (x, _), name in zip(sums, self._names, strict=True)}
         own = [0 if name in stored.names else at for name, at in found.items()]
         return own + [found[name] if name in stored.names else 0 for name in self._fields]

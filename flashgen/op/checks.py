@@ -1,8 +1,8 @@
-"""What is checked of calls, by kinds: shapes of q, k and v with each other, those of captured tensors, types.
+"""Checks of calls, by kind: the shapes of q, k, v and captured tensors, and their types.
 
-In: tensors and numbers of a call, by its kind. Out: its shard, the sizes that the spec reads, values that follow;
-``ValueError`` and ``TypeError`` name the argument, what was expected and what came. ``CHECKS`` is what ``call.py``
-reads.
+In: tensors and numbers of a call, by its kind. Out: its shard, the sizes that the spec reads, and values of fields that
+follow. ``ValueError`` and ``TypeError`` name the argument, what was expected and what came. ``call.py`` reads
+``CHECKS``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def check_rows(q: Tensor, k: Tensor, v: Tensor) -> None:
 def check_ragged(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], numbers: Sequence[Any]
 ) -> Sizes:
-    """The same of a batch as long as its longest sequences, of whose lengths and number ``numbers`` end with."""
+    """The shard and the sizes of a ragged batch; ``numbers`` end with its longest lengths and its sequences' count."""
     b_start, h_start, b_total, h_total, max_q, max_k, count = numbers
     for name, tensor in (("k", k), ("v", v)):
         check_device(f"'{name}'", tensor, q.device)
@@ -86,7 +86,7 @@ def check_ragged(
 def check_cached(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, tensors: Sequence[Tensor], numbers: Sequence[Any]
 ) -> Sizes:
-    """The same of sequences that fill a cache, whose room is the fifth of ``numbers``."""
+    """The shard and the sizes of sequences that fill a cache; the fifth of ``numbers`` is its room in rows."""
     b_start, h_start, b_total, h_total, capacity = numbers[:5]
     heads, kv_heads = q.shape[1], k.shape[1]
     _check_heads(heads, kv_heads, "the cache")
@@ -115,7 +115,7 @@ def _check_heads(heads: int, kv_heads: int, whose: str = "k") -> None:
 
 @functools.lru_cache(maxsize=256)
 def reads_key_heads(spec: AttentionSpec) -> bool:
-    """Whether a spec speaks of hkv or Hkv anywhere."""
+    """Whether a spec reads hkv or Hkv anywhere."""
     read = [*spec.expressions, *(each for tensor in spec.tensors for each in tensor.shape)]
     read += [each.default for each in spec.params if each.default is not None]
     read += [] if spec.dropout is None else [spec.dropout]
@@ -124,7 +124,7 @@ def reads_key_heads(spec: AttentionSpec) -> bool:
 
 
 def match(name: str, tensor: Tensor, axis: int, wanted: int, what: str) -> None:
-    """Raise ``ValueError`` where a dimension is not what something else says."""
+    """Raise ``ValueError`` where a dimension is not ``wanted``, which ``what`` explains."""
     if tensor.shape[axis] != wanted:
         raise ValueError(f"'{name}' has shape {list(tensor.shape)}; dimension {axis} must be {wanted}, {what}")
 
@@ -190,7 +190,7 @@ def _nothing(_shard: Shard, _q: Tensor, _k: Tensor, _numbers: Sequence[Any]) -> 
 
 
 def _rows_of_all(shard: Shard, q: Tensor, k: Tensor, _numbers: Sequence[Any]) -> Mapping[str, float]:
-    """Kernels take the rows of all sequences for the length."""
+    """Kernels of ragged batches get the rows of all sequences as the length."""
     return {"q_len": q.shape[0], "kv_len": k.shape[0], "q_most": shard.q_len, "kv_most": shard.kv_len}
 
 
@@ -203,22 +203,22 @@ def _sizes_of_cache(shard: Shard, _q: Tensor, k: Tensor, numbers: Sequence[Any])
 
 @dataclass(frozen=True)
 class Checks:
-    """What is checked of a kind of call, as ``CallChecker`` calls it, and the values of fields that follow.
+    """The checks of a kind of call, which ``CallChecker`` calls, and the values of fields that follow.
 
-    ``shapes`` gives the shard and the sizes, by q, k, v, captured tensors and numbers. ``of_one_type`` gives those of
-    q, k and v that have to share one of the op's types, given as ``dtypes``; it checks the others. ``settled`` are
-    values of ``struct Arguments`` that only these kernels have, or take otherwise.
+    ``shapes`` gives the shard and the sizes, by q, k, v, captured tensors and numbers. ``of_one_type`` gives the
+    tensors among q, k and v that have to share one of the op's types, given as ``dtypes``; it checks the other tensors.
+    ``fixed`` gives fields of ``struct Arguments`` that only this kind has, or that mean something else here.
     """
 
     shapes: Callable[[AttentionSpec, Tensor, Tensor, Tensor, Sequence[Tensor], Any], Sizes] = check_shapes
     of_one_type: Callable[[AttentionSpec, Types, Tensor, Tensor, Tensor], Sequence[Tensor]] = _all
-    settled: Callable[[Shard, Tensor, Tensor, Sequence[Any]], Mapping[str, float]] = _nothing
+    fixed: Callable[[Shard, Tensor, Tensor, Sequence[Any]], Mapping[str, float]] = _nothing
     keys_and_values: tuple[str, str] = ("k", "v")
 
 
-# By the names of kinds; others are checked as dense calls are.
+# By the names of kinds. Kinds that are not here are checked as dense calls are.
 CHECKS: Mapping[str, Checks] = {
-    RAGGED.name: Checks(shapes=check_ragged, settled=_rows_of_all),
+    RAGGED.name: Checks(shapes=check_ragged, fixed=_rows_of_all),
     CACHED.name: Checks(check_cached, _over_cache, _sizes_of_cache, keys_and_values=("k_cache", "v_cache")),
     EIGHT_BITS.name: Checks(of_one_type=_of_8_bits),
 }

@@ -20,8 +20,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from flashgen.op.call import Rest
 from flashgen.op.mapping import by_samples, folded_inputs, has_samples, mapped
-from flashgen.op.plain import refuse_distributed
 from flashgen.op.registered import Registered
+from flashgen.op.tensor_kinds import refuse_distributed
 from flashgen.reference.programs import Program
 
 

@@ -26,10 +26,10 @@ from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.op.dtensor_spread import spread_of
 from flashgen.op.fakes import fake_forward
 from flashgen.op.lengths import lengths, unseen_lengths
-from flashgen.op.per_sequence import check_numbers
-from flashgen.op.plain import refuse_distributed
+from flashgen.op.per_sequence import check_defaults
 from flashgen.op.registered import NAMESPACE, Registered, first_of
 from flashgen.op.signature import Signature
+from flashgen.op.tensor_kinds import refuse_distributed
 
 
 @functools.cache
@@ -145,4 +145,4 @@ def _check_idle(op: Registered, tensors: Sequence[Any], own: Sequence[Any], numb
         checker.lengths.check(head_dim, sizes, pairs)
     values = own[3 + len(spec.tensors) : signature.tensor_arguments - len(signature.kind.tensors)]
     for q_len, kv_len in {each for each in pairs if all(each)}:
-        check_numbers(spec, values, {**sizes, "Nq": q_len, "Nk": kv_len})
+        check_defaults(spec, values, {**sizes, "Nq": q_len, "Nk": kv_len})

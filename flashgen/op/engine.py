@@ -32,15 +32,15 @@ from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.kinds.kind import Kind, PassName
 from flashgen.kinds.ragged import RAGGED
 from flashgen.op import cached, f8, ragged
-from flashgen.op.call import Attended, Call, CallChecker, Rest, Rows, Tensors, backward_key, is_readable, readable
+from flashgen.op.call import Attended, Call, CallChecker, Rest, Saved, Tensors, backward_key, is_readable, readable
 from flashgen.op.captured import Captured, CapturedValues
 from flashgen.op.formula import Formula
+from flashgen.op.kind_call import KindCall
 from flashgen.op.layouts import laid
 from flashgen.op.per_sequence import PerSequence
-from flashgen.op.plain import NoMemoryError
 from flashgen.op.signature import Signature
-from flashgen.op.taken import Taken
-from flashgen.op.values import address, by_axis, packed, places_of, put, type_of_sums, with_strides, within
+from flashgen.op.tensor_kinds import NoMemoryError
+from flashgen.op.values import address, by_axis, copied_to, in_slices, packed, places_of, type_of_sums, with_strides
 from flashgen.op.workspaces import Workspaces
 from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout
@@ -51,31 +51,31 @@ def _as_they_are(_rows: Sequence[Tensor], _own: Sequence[Tensor], numbers: Seque
 
 
 @dataclass(frozen=True)
-class Takes:
-    """What calls of a kind are, where they are more than dense ones.
+class CallRules:
+    """How calls of a kind differ from dense ones.
 
-    ``take`` gives the call of an operator's arguments, by its last one of a call to be differentiated, not run by
-    kernels. ``whole_numbers`` gives what shapes are checked with, by q, k and v, the kind's own tensors and numbers.
-    ``no_gradients`` and ``no_derivatives`` are what is said where there are none.
+    ``kind_call`` makes a ``KindCall`` of an operator's arguments; its last argument says whether derivatives are to be
+    computed without kernels. ``whole_numbers`` gives the numbers that shapes are checked with, by q, k and v, the
+    kind's own tensors and numbers. ``no_gradients`` and ``no_derivatives`` are error messages of kinds without these.
     """
 
-    take: Callable[[CallChecker, Tensors, Rest, bool], Taken]
+    kind_call: Callable[[CallChecker, Tensors, Rest, bool], KindCall]
     whole_numbers: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Any]], Sequence[Any]] = _as_they_are
     no_gradients: str = ""
     no_derivatives: str = ""
 
 
-# By the names of kinds; calls of others take what dense ones take.
-TAKES: Mapping[str, Takes] = {
-    RAGGED.name: Takes(ragged.take, ragged.whole_numbers),
-    CACHED.name: Takes(
-        cached.take,
+# By the names of kinds. Kinds that are not here are called as dense ones are.
+CALL_RULES: Mapping[str, CallRules] = {
+    RAGGED.name: CallRules(ragged.kind_call, ragged.whole_numbers),
+    CACHED.name: CallRules(
+        cached.kind_call,
         cached.whole_numbers,
         "decode has no gradients; call it under torch.no_grad(), or train with the op",
         "decode has no derivatives, of neither mode: call the op, or op.reference.decode",
     ),
-    EIGHT_BITS.name: Takes(
-        f8.take,
+    EIGHT_BITS.name: CallRules(
+        f8.kind_call,
         no_gradients="q, k and v of 8 bits have no gradients; call it under torch.no_grad(), or train in bfloat16",
         no_derivatives="q, k and v of 8 bits have no derivatives, of neither mode: widen them, or call op.reference",
     ),
@@ -86,11 +86,10 @@ class Engine(Formula):
     """Forward and backward of one spec and kind of call: on kernels, or on the reference.
 
     ``kernels`` holds a provider for each type of device that there are kernels for; None where the reference stands in,
-    in slices of ``pairs``. ``pairs`` None runs the reference densely, on any device. What a kind does not say by
-    itself is in ``TAKES``, and in ``CHECKS`` (``checks.py``).
+    in slices of ``pairs``. ``pairs`` None runs the reference densely, on any device. ``CALL_RULES`` and ``CHECKS``
+    (``checks.py``) say how kinds differ. ``has_nodes``: C++ may start calls (``node.py``).
     """
 
-    has_nodes = False  # whether C++ may start its calls (op/node.py)
     last_node: tuple[Rest, Node] | None = None
 
     def __init__(
@@ -102,12 +101,12 @@ class Engine(Formula):
     ) -> None:
         self.spec, self.kernels, self.kind, self.pairs = spec, kernels, kind, pairs
         self.signature = Signature.of(spec, kind)
-        self._takes = TAKES.get(kind.name)
+        self._rules = CALL_RULES.get(kind.name)
         self._workspaces = Workspaces()
         self.checker = CallChecker(spec, kernels, kind, is_reference=pairs is None)
         self._values = CapturedValues(spec, self.signature, self.checker)
         varies = bool(spec.tensors) or spec.dropout is not None or any(each.grad for each in spec.params)
-        self.has_nodes = self._takes is None and kind.suffix is not None and not varies and pairs is not None
+        self.has_nodes = self._rules is None and kind.suffix is not None and not varies and pairs is not None
 
     def forward(self, *args: Any) -> Any:
         """The operator: ``o``, or ``(o, lse, lse_parts)`` where the spec has one."""
@@ -127,36 +126,36 @@ class Engine(Formula):
                 raise ValueError(f"'{name}' is {x.dtype} {list(x.shape)}; of q and v it is {dtype} {list(wanted)}")
         return self.gradients(d_o, rows, args[first:end], (args[end:-2], args[-2]), args[-1])
 
-    def resolved(self, tensors: Tensors, rest: Rest) -> tuple[Engine, Tensors]:  # noqa: ARG002 - others look at it
+    def resolved(self, tensors: Tensors, rest: Rest) -> tuple[Engine, Tensors]:  # noqa: ARG002 - subclasses look at it
         """The engine whose kernels run, and the tensors that it is given."""
         return self, tensors
 
-    def runs_instead(self, tensors: Tensors, rest: Rest) -> str:  # noqa: ARG002 - others look at it
-        """What runs in the place of the kernels that ``resolved`` leads to, in words; nothing where these run."""
+    def runs_instead(self, tensors: Tensors, rest: Rest) -> str:  # noqa: ARG002 - subclasses look at it
+        """The kernels that run instead of those that ``resolved`` leads to, in words; empty where these run."""
         return ""
 
     def has_kernel(self, q: Tensor, v: Tensor) -> bool:
-        """Whether kernels of its kind run for tensors like these."""
+        """Whether kernels of the engine's kind run for tensors like these."""
         return self.checker.kernel(q, v) is not None
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool = True, into: Attended | None = None) -> Attended:
-        """``o``, ``lse`` and its parts; these are None for pointwise weights, and may be where they are not kept.
+        """``o``, ``lse`` and its parts. Pointwise weights have no lse; without ``keeps_lse`` it may be None, too.
 
-        They are written to ``into``, if given: the same rows of tensors that have more, those of lse of contiguous
-        ones. For kinds whose kernels write there.
+        Results are written to ``into``, if given: slices of larger tensors, of contiguous ones for lse. Only kinds
+        whose kernels write slices take ``into``.
         """
-        taken = None
-        if self._takes is None:
+        kind_call = None
+        if self._rules is None:
             call = self.checker.find(tensors, rest)
         else:
-            taken = self._taken(tensors, rest)
-            call, tensors, rest = taken.call, taken.tensors, taken.rest
+            kind_call = self._kind_call(tensors, rest)
+            call, tensors, rest = kind_call.call, kind_call.tensors, kind_call.rest
         kernel, wanted = call.kernel, call.o
         if kernel is None or call.is_empty:
-            found = self._attend_without_kernel(taken or Taken(call, tensors, rest, []), keeps_lse)
-            return found if into is None else put(found, into)
+            found = self._attend_without_kernel(kind_call or KindCall(call, tensors, rest, []), keeps_lse)
+            return found if into is None else copied_to(found, into)
         if call.may_copy:
             call, tensors = self._readable(kernel, call, tensors, rest)
         o, lse, parts = into or self._results(call, tensors[0], keeps_lse)
@@ -170,21 +169,21 @@ class Engine(Formula):
         if self.signature.takes_more:
             captured = self._captured(call, tensors)
             drops = self._values.add(values, call, captured, self._values.no_gradients)
-        if taken is not None:
-            drops, _kept = self._add_own(values, kernel, taken, captured, drops)
+        if kind_call is not None:
+            drops, _kept = self._add_own(values, kernel, kind_call, captured, drops)
         key: object = drops if into is None else (drops, *places_of(into[:2]))
         prepared = call.forward.get(key)
         if prepared is None:
-            settled = call.settled if into is None else within(kernel, call.settled, {"o": o}, lse)
-            prepared = call.forward[key] = self._prepared(kernel, "forward", (*values, *settled))
+            fixed = call.fixed if into is None else in_slices(kernel, call.fixed, {"o": o}, lse)
+            prepared = call.forward[key] = self._prepared(kernel, "forward", (*values, *fixed))
         self._workspaces.run(call, prepared, values)
-        if taken is not None:
-            taken.finish(o, lse)
+        if kind_call is not None:
+            kind_call.finish(o, lse)
         return o if into is not None or call.o is wanted else laid(o, wanted), lse, parts
 
     def _results(self, call: Call, q: Tensor, keeps_lse: bool) -> Attended:
-        """What a kernel fills; parts that it leaves alone are zero."""
-        # To ask for what is like a tensor takes half as long.
+        """Fresh o, lse and its parts for a kernel to fill; parts that it does not write are zero."""
+        # empty_like takes half of the time.
         o = empty_like(q) if call.o_is_like_q else empty_strided(*call.o, dtype=call.written, device=call.device)
         if not (self.signature.has_lse and (keeps_lse or call.needs_lse)):
             return o, None, None
@@ -194,17 +193,17 @@ class Engine(Formula):
         parts = empty_strided(*call.lse_parts, dtype=torch.float32, device=call.device)
         return o, lse, parts if call.writes_parts else parts.zero_()
 
-    def _attend_without_kernel(self, taken: Taken, keeps_lse: bool) -> Attended:
-        wide = self._widened(taken)
+    def _attend_without_kernel(self, kind_call: KindCall, keeps_lse: bool) -> Attended:
+        wide = self._widened(kind_call)
         if wide is None:
-            return self.attend_by_formula(taken)
+            return self.attend_by_formula(kind_call)
         engine, tensors = wide
-        o, lse, parts = engine.attend(tensors, taken.rest, keeps_lse)
-        return laid(o, taken.call.o).to(taken.call.written), lse, parts
+        o, lse, parts = engine.attend(tensors, kind_call.rest, keeps_lse)
+        return laid(o, kind_call.call.o).to(kind_call.call.written), lse, parts
 
-    def _widened(self, taken: Taken) -> tuple[Engine, Tensors] | None:
-        """What runs 8 bits that no kernel takes, and parts of 16 bits: numbers of more bits; None for all else."""
-        tensors, numbers = taken.tensors, taken.widened(self.checker.dtypes)
+    def _widened(self, kind_call: KindCall) -> tuple[Engine, Tensors] | None:
+        """The engine and wider tensors for a call on 8 bits that no kernel takes, or on parts of 16 bits; else None."""
+        tensors, numbers = kind_call.tensors, kind_call.widened(self.checker.dtypes)
         if numbers is not None:
             return self._wide, numbers
         wide = type_of_sums(tensors[0].dtype)
@@ -221,7 +220,7 @@ class Engine(Formula):
     def gradients(
         self,
         d_o: Tensor,
-        rows: Rows,
+        rows: Saved,
         tensors: Tensors,
         rest: Rest,
         needs: Sequence[bool],
@@ -229,23 +228,24 @@ class Engine(Formula):
         is_part: bool = False,
         into: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
-        """The gradients that are needed, in the order of the inputs, each like what it is the gradient of.
+        """The gradients that are needed, in the order of the inputs, each in the layout of its input.
 
-        ``is_part``: o and lse are those of rows over more keys than k and v have, and gradients of captured values stay
-        float32, as others are added to them. Those of q, k and v are written to ``into``, if given, as by ``attend``,
-        whose o, lse and parts ``rows`` has then. Raises ``RuntimeError`` where a kind has none.
+        ``is_part``: o and lse cover more keys than k and v have. Gradients of captured values then stay float32, as
+        those of other parts are added to them. dq, dk and dv are written to ``into``, if given, slices as ``attend``
+        takes them; then ``rows`` has o, lse and parts that ``attend`` wrote. Raises ``RuntimeError`` for a kind without
+        gradients.
         """
-        taken = None
-        if self._takes is None:
+        kind_call = None
+        if self._rules is None:
             call = self.checker.find(tensors, rest)
         else:
-            taken = self._taken(tensors, rest, self._takes.no_gradients)
-            call, tensors, rest = taken.call, taken.tensors, taken.rest
+            kind_call = self._kind_call(tensors, rest, self._rules.no_gradients)
+            call, tensors, rest = kind_call.call, kind_call.tensors, kind_call.rest
         kernel, wanted = call.kernel, call.gradients
         if kernel is None or call.is_empty:
-            taken = taken or Taken(call, tensors, rest, [])
-            found = self._gradients_without_kernel(taken, d_o, rows, needs, is_part)
-            return found if into is None else [*put(found[:3], into), *found[3:]]
+            kind_call = kind_call or KindCall(call, tensors, rest, [])
+            found = self._gradients_without_kernel(kind_call, d_o, rows, needs, is_part)
+            return found if into is None else [*copied_to(found[:3], into), *found[3:]]
         if self.kind.parts:
             d_o = d_o.to(tensors[0].dtype)
         if call.may_copy:
@@ -268,50 +268,50 @@ class Engine(Formula):
             stored = self._stored(kernel, call) if may_store else ADDED
             sums = self._values.sums(call, captured, needs[3:], stored)
             drops = self._values.add(values, call, captured, self._values.addresses(sums, stored))
-        if taken is not None:
-            drops, _kept = self._add_own(values, kernel, taken, captured, drops)
+        if kind_call is not None:
+            drops, _kept = self._add_own(values, kernel, kind_call, captured, drops)
         key = backward_key(drops, strides, needs[3:], () if into is None else places_of((o, lse, *into)))
         prepared = call.backward.get(key)
         if prepared is None:
-            settled = with_strides(kernel, call.settled, {"d_o": by_axis(strides)})
+            fixed = with_strides(kernel, call.fixed, {"d_o": by_axis(strides)})
             larger = {} if into is None else {"o": o, "dq": dq, "dk": dk, "dv": dv}
-            settled = within(kernel, settled, larger, None if into is None else lse)
-            prepared = call.backward[key] = self._prepared(kernel, "backward", (*values, *settled))
+            fixed = in_slices(kernel, fixed, larger, None if into is None else lse)
+            prepared = call.backward[key] = self._prepared(kernel, "backward", (*values, *fixed))
         self._workspaces.run(call, prepared, values)
-        if taken is not None:
-            taken.finish_gradients(dq, dk, dv)
+        if kind_call is not None:
+            kind_call.finish_gradients(dq, dk, dv)
         found = [dq, dk, dv]
         if call.gradients is not wanted or not all(needs[:3]):
             found = [laid(x, layout) for x, layout, need in zip(found, wanted, needs, strict=False) if need]
         return found + _as_asked(sums, is_part) if sums else found
 
     def _stored(self, kernel: Kernel, call: Call) -> Stored:
-        """How its kernels store gradients of captured tensors, where results need not repeat."""
+        """How kernels of a call store gradients of captured tensors, where results need not repeat."""
         if not call.stored:
             names, summed = self._values.stored, self._values.summed
-            whole = kernel.stored_whole(call.settled) if names or summed else frozenset()
+            whole = kernel.stored_whole(call.fixed) if names or summed else frozenset()
             call.stored.append(Stored(names | (summed & whole), whole if call.shard.is_whole else frozenset()))
         return call.stored[0]
 
     def _gradients_without_kernel(
-        self, taken: Taken, d_o: Tensor, rows: Rows, needs: Sequence[bool], is_part: bool
+        self, kind_call: KindCall, d_o: Tensor, rows: Saved, needs: Sequence[bool], is_part: bool
     ) -> list[Tensor]:
-        wide = self._widened(taken)
+        wide = self._widened(kind_call)
         if wide is None:
-            return self.gradients_by_formula(taken, d_o, rows, needs, is_part)
+            return self.gradients_by_formula(kind_call, d_o, rows, needs, is_part)
         engine, tensors = wide
-        return engine.gradients(d_o.to(tensors[0].dtype), rows, tensors, taken.rest, needs, is_part=is_part)
+        return engine.gradients(d_o.to(tensors[0].dtype), rows, tensors, kind_call.rest, needs, is_part=is_part)
 
     # What both passes share -------------------------------------------------------------------------------------------
 
-    def _taken(self, tensors: Tensors, rest: Rest, refusal: str = "", *, derives: bool = False) -> Taken:
-        """The call, with what its kind has beside a dense one. Raises ``RuntimeError`` where it is refused."""
-        if self._takes is None:
-            return Taken(self.checker.find(tensors, rest), tensors, rest, [])
-        refusal = self._takes.no_derivatives if derives else refusal
+    def _kind_call(self, tensors: Tensors, rest: Rest, refusal: str = "", *, derives: bool = False) -> KindCall:
+        """The call with the tensors and numbers of its kind. Raises ``RuntimeError`` with a ``refusal``."""
+        if self._rules is None:
+            return KindCall(self.checker.find(tensors, rest), tensors, rest, [])
+        refusal = self._rules.no_derivatives if derives else refusal
         if refusal:
             raise RuntimeError(f"'{self.spec.name}': {refusal}")
-        return self._takes.take(self.checker, tensors, rest, derives)
+        return self._rules.kind_call(self.checker, tensors, rest, derives)
 
     def _prepared(self, kernel: Kernel, name: PassName, values: Values) -> Prepared:
         try:
@@ -324,15 +324,15 @@ class Engine(Formula):
             ) from None
 
     def _add_own(
-        self, values: list[float], kernel: Kernel, taken: Taken, captured: Captured | None, drops: bool
+        self, values: list[float], kernel: Kernel, kind_call: KindCall, captured: Captured | None, drops: bool
     ) -> tuple[bool, object]:
-        """Add the values of the kind's own fields. Whether pairs are dropped; what to keep until the kernel ran."""
-        values += taken.pointers
+        """Add the values of the kind's fields. Returns whether pairs are dropped, and tables to hold while it runs."""
+        values += kind_call.pointers
         if captured is None or not self.kind.by_sequence:
             return drops, None
-        tables, threshold = PerSequence(self.spec, taken, captured).tables()
+        tables, threshold = PerSequence(self.spec, kind_call, captured).tables()
         values += [address(x) for x in tables]
-        if threshold is not None:  # it says which kernels run
+        if threshold is not None:  # the launches depend on it
             values[kernel.layout.slots["dropout_threshold"]] = threshold
             drops = threshold > 0
         return drops, tables
@@ -353,8 +353,8 @@ class Engine(Formula):
         return found
 
 
-def _rows_of(call: Call, rows: Rows) -> tuple[Rows, list[Tensor]]:
-    """Rows as kernels take them, and gradients of q, k and v: they write all three, asked for or not."""
+def _rows_of(call: Call, rows: Saved) -> tuple[Saved, list[Tensor]]:
+    """Rows as kernels read them, and fresh dq, dk and dv: kernels write all three, asked for or not."""
     like_q, like_k, like_v = call.gradients
     fresh = [
         empty_strided(*like_q, dtype=call.written, device=call.device),
@@ -365,7 +365,7 @@ def _rows_of(call: Call, rows: Rows) -> tuple[Rows, list[Tensor]]:
 
 
 def _as_asked(sums: Sequence[tuple[Tensor | None, Any]], is_part: bool) -> list[Tensor]:
-    """Gradients of captured values, each in the type and on the device of its own; those of parts as they are."""
+    """Gradients of captured values, in the types and on the devices of the values; those of parts stay as they are."""
     return [
         total if is_part or (total.dtype is like.dtype and total.device == like.device) else total.to(like)
         for total, like in sums

@@ -20,7 +20,7 @@ from torch import Tensor
 from flashgen.kinds.eight_bits import DESCALES
 from flashgen.op.call import CallChecker, Rest, Tensors
 from flashgen.op.eight_bits import factors_of, from_8_bits
-from flashgen.op.taken import Taken
+from flashgen.op.kind_call import KindCall
 
 _ORDER_ON_CPUS = (torch.float32, torch.bfloat16, torch.float16)
 _ORDER_ON_GPUS = (torch.bfloat16, torch.float16, torch.float32)
@@ -35,28 +35,25 @@ def factors_of_call(rows: Sequence[Tensor], given: Sequence[object]) -> tuple[Te
 
 
 def wide_type(dtypes: Sequence[torch.dtype], device: torch.device) -> torch.dtype:
-    """Of the types that an op has kernels for, that which 8 bits are widened to where none takes these.
-
-    On a CPU it is the exact one, on a GPU a fast one.
-    """
+    """The type that 8 bits are widened to where no kernel takes them: the exact one on a CPU, a fast one on a GPU."""
     order = _ORDER_ON_CPUS if device.type == "cpu" else _ORDER_ON_GPUS
     return next(dtype for dtype in order if dtype in dtypes)
 
 
 @dataclass(frozen=True)
-class F8Call(Taken):
-    """A call of 8 bits, with what q, k and v are multiplied by."""
+class F8Call(KindCall):
+    """A call of 8 bits, with the factors of q, k and v."""
 
     factors: Sequence[Tensor]
 
     def widened(self, dtypes: Sequence[torch.dtype]) -> Tensors:
-        """Its tensors in the best of types that an op has kernels for."""
+        """The tensors of the call in the ``wide_type``."""
         dtype = wide_type(dtypes, self.call.device)
         wide = (from_8_bits(x, each, dtype) for x, each in zip(self.tensors[:3], self.factors, strict=True))
         return (*wide, *self.tensors[3:])
 
 
-def take(checker: CallChecker, tensors: Tensors, rest: Rest, _derives: bool) -> F8Call:
+def kind_call(checker: CallChecker, tensors: Tensors, rest: Rest, _derives: bool) -> F8Call:
     """The call of an operator's arguments. Raises ``ValueError`` and ``TypeError``."""
     own, factors = tensors[: -len(DESCALES)], tensors[-len(DESCALES) :]
     return F8Call(checker.find(own, rest), own, rest, [x.data_ptr() for x in factors], factors)

@@ -1,8 +1,8 @@
-"""What an engine computes by no kernel of its own: calls on the reference, and derivatives of any order.
+"""What an engine computes without kernels of its kind: calls on the reference, and derivatives of any order.
 
-In: a call as its kind takes it; or a ``Program`` made of an engine's, and its values. Out: fresh tensors. The dense
-problems of a call are computed one after another, by PyTorch's operators; derivatives by kernels of forward mode where
-these take them.
+In: a ``KindCall``, or a ``Program`` made of the engine's own program, and its values. Out: fresh tensors. The dense
+problems of a call are computed one after another, by PyTorch's operators. Derivatives are computed by kernels of
+forward mode where there are some.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
 from flashgen.kinds.kind import Kind
-from flashgen.op.call import Attended, Call, CallChecker, Rest, Rows, Tensors
+from flashgen.op.call import Attended, Call, CallChecker, Rest, Saved, Tensors
 from flashgen.op.captured import Captured
-from flashgen.op.forward_mode import ForwardMode, KernelsOfTangents, Moved
+from flashgen.op.forward_mode import ForwardMode, KernelsOfTangents, Tangents
+from flashgen.op.kind_call import KindCall, View
 from flashgen.op.layouts import laid
 from flashgen.op.modes import autograd_inside, deterministic_algorithms
 from flashgen.op.per_sequence import PerSequence
 from flashgen.op.signature import ELEMENTS, Signature
-from flashgen.op.taken import Taken, View
 from flashgen.op.values import type_of_sums
 from flashgen.reference import tiled
 from flashgen.reference.programs import Place, Program
@@ -37,7 +37,7 @@ _PLACES = (Place.QUERIES, Place.KEYS, Place.KEYS)  # of the gradients of q, k an
 
 
 class Formula:
-    """What an engine does by the formula of its spec, in slices of ``pairs``; None: densely."""
+    """The part of an engine that evaluates the formula of its spec, in slices of ``pairs``; None: densely."""
 
     spec: AttentionSpec
     kernels: Mapping[str, KernelProvider | None]
@@ -47,33 +47,33 @@ class Formula:
     pairs: int | None
 
     @abstractmethod
-    def _taken(self, tensors: Tensors, rest: Rest, *, derives: bool = False) -> Taken: ...
+    def _kind_call(self, tensors: Tensors, rest: Rest, *, derives: bool = False) -> KindCall: ...
 
     @abstractmethod
     def _captured(self, call: Call, tensors: Tensors) -> Captured: ...
 
-    def attend_by_formula(self, taken: Taken) -> Attended:
+    def attend_by_formula(self, kind_call: KindCall) -> Attended:
         """``o``, ``lse`` and its parts."""
-        call, q = taken.call, taken.tensors[0]
+        call, q = kind_call.call, kind_call.tensors[0]
         o = q.new_empty_strided(*call.o).zero_()
         lse = parts = None
         if self.signature.has_lse:
             dtype = torch.float64 if q.dtype is torch.float64 else torch.float32
             lse = q.new_full(call.lse[0], -math.inf, dtype=dtype)
             parts = q.new_zeros(call.lse_parts[0], dtype=torch.float32)
-        for problem, view in self.problems(taken):
+        for problem, view in self.problems(kind_call):
             own_o, own_lse = tiled.forward(problem)
             view(Place.QUERIES, o).copy_(own_o)
             if lse is not None and own_lse is not None:
                 view(Place.SUMS, lse).copy_(own_lse)
-        taken.finish(o, lse)
+        kind_call.finish(o, lse)
         return o, lse, parts
 
     def gradients_by_formula(
-        self, taken: Taken, d_o: Tensor, rows: Rows, needs: Sequence[bool], is_part: bool
+        self, kind_call: KindCall, d_o: Tensor, rows: Saved, needs: Sequence[bool], is_part: bool
     ) -> list[Tensor]:
-        """Those that are needed, in the order of the inputs. ``is_part``: as ``Engine.gradients`` says."""
-        call, inputs = taken.call, taken.tensors[: self.signature.inputs]
+        """The gradients that are needed, in the order of the inputs. ``is_part``: as ``Engine.gradients`` says."""
+        call, inputs = kind_call.call, kind_call.tensors[: self.signature.inputs]
         whole = (rows[1], rows[2]) if is_part and not self.kind.by_sequence else None
         dtype = type_of_sums(inputs[0].dtype)
         sums = [
@@ -81,7 +81,7 @@ class Formula:
             for x, need in zip(inputs, needs, strict=True)
         ]
         with deterministic_algorithms(call.deterministic), autograd_inside():
-            for problem, view in self.problems(taken):
+            for problem, view in self.problems(kind_call):
                 arriving = view(Place.QUERIES, d_o), view(Place.SUMS, rows[0])
                 gradients = tiled.backward(problem, *arriving, needs, whole)
                 for n, (total, gradient) in enumerate(zip(sums, gradients, strict=True)):
@@ -95,17 +95,17 @@ class Formula:
                 found.append(laid(own, call.gradients[n]) if n < 3 else own)
         return found
 
-    def problems(self, taken: Taken, most: float = math.inf) -> Iterator[tuple[tiled.Problem, View]]:
-        """The dense problems of a call that give anything, and what each of them sees of a tensor of the call.
+    def problems(self, kind_call: KindCall, most: float = math.inf) -> Iterator[tuple[tiled.Problem, View]]:
+        """The dense problems of a call, each with its view of the call's tensors.
 
-        A slice of one has so many pairs at ``most``; those of the reference are not cut.
+        A slice of a problem has so many pairs at ``most``. An engine without ``pairs`` does not slice.
         """
-        if taken.call.threads != torch.get_num_threads():
+        if kind_call.call.threads != torch.get_num_threads():
             torch.set_num_threads(1)  # in a forked child, where PyTorch's own threads are missing just the same
-        captured = self._captured(taken.call, taken.tensors)
-        sequences = PerSequence(self.spec, taken, captured)
+        captured = self._captured(kind_call.call, kind_call.tensors)
+        sequences = PerSequence(self.spec, kind_call, captured)
         tensors = {declared.name: x for declared, x in zip(self.spec.tensors, captured.tensors, strict=True)}
-        for number, shard, rows, view in taken.problems(self.spec):
+        for number, shard, rows, view in kind_call.problems(self.spec):
             each = zip(self.spec.params, sequences.params_of(number), captured.given, strict=True)
             problem = tiled.Problem(
                 spec=self.spec,
@@ -122,36 +122,36 @@ class Formula:
 
     @functools.cached_property
     def program(self) -> Program:
-        """The op as what derivatives are made of: its tensors, those without gradients too, to o and lse."""
+        """The program from all of the op's tensors to o and lse, of which derivatives are made."""
         return tiled.program_of(self.spec, self.signature.tensor_arguments)
 
     @functools.cached_property
     def forward_mode(self) -> ForwardMode:
-        """What runs kernels of tangents."""
+        """The kernels of tangents."""
         return ForwardMode(self.spec)
 
     @property
     def derives(self) -> str:
-        """What runs programs that no kernel does, in words."""
+        """How programs run without kernels, in words."""
         if self.pairs is None:
             return "the dense formula by PyTorch's operators, matrices of all pairs"
         pairs = min(self.pairs, tiled.DERIVATIVE_PAIRS)
         return f"tiled path by PyTorch's operators, slices of {pairs:,} pairs; linear memory"
 
     @property
-    def moves(self) -> str:
+    def tangents(self) -> str:
         """What computes tangents, in words."""
         return self._said(0, "a kernel of forward mode", "there is no kernel of forward mode for it")
 
     @property
-    def moves_backward(self) -> str:
+    def tangent_gradients(self) -> str:
         """What computes gradients of gradients and of tangents, and tangents of gradients, in words."""
         kernels = "kernels of forward mode and of its backward pass"
         return self._said(1, kernels, "there is no kernel of it")
 
     def _said(self, which: int, kernels: str, none: str) -> str:
-        taken = {device.upper(): takes_tangents(provider)[which] for device, provider in self.kernels.items()}
-        said = [f"on {device} {what}" for device, what in taken.items() if what]
+        kernels_of = {device.upper(): takes_tangents(provider)[which] for device, provider in self.kernels.items()}
+        said = [f"on {device} {what}" for device, what in kernels_of.items() if what]
         if not said:
             return self.derives if self.pairs is None else f"{self.derives}; {none}"
         return f"{kernels}, compiled when first asked for: {'; '.join(said)}; else the {self.derives}"
@@ -177,8 +177,8 @@ class Formula:
         ):
             totals: list[Tensor] = []
             of_inputs, of_outputs = program.places
-            taken = self._taken(tensors, rest, derives=True)
-            for problem, view in self.problems(taken, tiled.DERIVATIVE_PAIRS):
+            kind_call = self._kind_call(tensors, rest, derives=True)
+            for problem, view in self.problems(kind_call, tiled.DERIVATIVE_PAIRS):
                 own = [view(place, x) for place, x in zip(of_inputs, values, strict=True)]
                 kernels = self._kernels_of_tangents(problem, rest)
                 found = None if kernels is None else kernels.compute(problem, program, own)
@@ -195,21 +195,21 @@ class Formula:
             totals = totals or _zeros(likes, compute, values)
         return [total.to(dtype) for total, (_, dtype) in zip(totals, likes, strict=True)]
 
-    def attend_and_move(self, tensors: Tensors, tangents: Sequence[Tensor | None], rest: Rest) -> Moved | None:
+    def attend_tangents(self, tensors: Tensors, tangents: Sequence[Tensor | None], rest: Rest) -> Tangents | None:
         """``o``, ``lse``, its parts, and the tangents, by one kernel; None where none takes the call."""
         if self.kind is not DENSE or all(x is None for x in tangents[: self.signature.inputs]):
             return None
-        taken = self._taken(tensors, rest)
-        call = taken.call
+        kind_call = self._kind_call(tensors, rest)
+        call = kind_call.call
         kernel = None if call.kernel is None or call.is_empty else _taking(call.kernel, FORWARD_MODE, tensors[0])
         if kernel is None:
             return None
-        problem, _ = next(self.problems(taken))
+        problem, _ = next(self.problems(kind_call))
         moves = tangents[: self.signature.inputs]
         return self.forward_mode.run(kernel, problem, moves, deterministic=rest[1], keeps_o=True)
 
     def _kernels_of_tangents(self, problem: tiled.Problem, rest: Rest) -> KernelsOfTangents | None:
-        """Those of forward mode that take a problem, if there are any."""
+        """The kernels of forward mode that take a problem, if there are any."""
         q = problem.q
         kernel = self.checker.dense_kernel(q, problem.v) if q.dtype in ELEMENTS else None
         forward = None if kernel is None else _taking(kernel, FORWARD_MODE, q)
@@ -226,10 +226,10 @@ def _taking(kernel: Kernel, kind: Kind, q: Tensor) -> Kernel | None:
 
 
 def _zeros(likes: Sequence[tuple[Sequence[int], Any]], dtype: torch.dtype, values: Sequence[Any]) -> list[Tensor]:
-    """What a program's outputs are added up in.
+    """Zeros to add a program's outputs up in.
 
-    They are made of the last of its inputs, a tangent or what arrives: torch.func.linearize folds what follows from
-    nothing, or from primals alone, and would lose what is written to it.
+    They are made of the program's last input, a tangent or an arriving gradient: torch.func.linearize takes tensors
+    that follow from primals alone for constants, and would lose what is written to them.
     """
     last = next(x for x in reversed(values) if isinstance(x, Tensor))
     return [last.new_zeros(shape, dtype=dtype, device=values[0].device) for shape, _ in likes]

@@ -1,7 +1,7 @@
-"""Runs kernels of forward mode and of its backward pass: o, lse and what both change by, of one dense problem.
+"""Runs kernels of forward mode and of its backward pass: o, lse and their tangents, of one dense problem.
 
 In: a ``Kernel`` of forward mode, a ``Problem`` and the tangents of its inputs. Out: fresh tensors. A ``Program`` of an
-op's derivatives comes here where such a kernel takes it, and else goes by the tiled path. Gradients of gradients are
+op's derivatives runs here where such a kernel takes it, and else by the tiled path. Gradients of gradients are
 gradients of tangents (``programs.py``).
 """
 
@@ -22,9 +22,9 @@ from flashgen.hosts.kernel import ArgumentLayout, Kernel, Prepared
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.types import ScalarType
 from flashgen.kinds.kind import PassName
-from flashgen.op.call import readable, row_strides, settled_values, strides_of
+from flashgen.op.call import fixed_values, readable, row_strides, strides_of
 from flashgen.op.layouts import layout_like
-from flashgen.op.plain import lies_in_memory, with_memory
+from flashgen.op.tensor_kinds import lies_in_memory, with_memory
 from flashgen.plan.arguments import gradient_field, param_field, param_place_field, tensor_field
 from flashgen.reference.philox import drop_threshold, survivor_scale
 from flashgen.reference.programs import Of, Program, TangentGradient
@@ -37,7 +37,7 @@ _MOST_REMEMBERED = 64  # passes of an op
 
 
 @dataclass(frozen=True)
-class Moved:
+class Tangents:
     """``o``, ``lse`` and its parts, and the tangents; None: not asked for, or there are none."""
 
     o: Tensor | None
@@ -47,9 +47,9 @@ class Moved:
     t_lse: Tensor | None
 
 
-# What arrives at the tangents of o and lse, in the type of q and in float32; None: nothing.
+# The gradients that arrive at the tangents of o and lse, in the type of q and in float32; None: zero.
 Arriving = tuple[Tensor | None, Tensor | None]
-# Gradients by the number of the input that they are of, or whose tangent they are of.
+# Gradients of inputs, and gradients of tangents of inputs, each by the number of the input.
 Gradients = tuple[dict[int, Tensor], dict[int, Tensor]]
 
 
@@ -73,7 +73,7 @@ class ForwardMode:
         *,
         deterministic: bool = False,
         keeps_o: bool = False,
-    ) -> Moved:
+    ) -> Tangents:
         """The tangents of o and lse, by those of ``problem.inputs``, in their order; None: 0.
 
         o and its tangent are in the type of q, the others in float32; ``keeps_o``: o and lse are wanted, too.
@@ -84,7 +84,7 @@ class ForwardMode:
         def rows(wanted: bool, *more: int) -> Tensor | None:
             return q.new_empty((*q.shape[:-1], *more), dtype=torch.float32) if wanted else None
 
-        found = Moved(
+        found = Tangents(
             o=q.new_empty_strided(*like_o) if keeps_o else None,
             lse=rows(has_lse and keeps_o),
             lse_parts=rows(has_lse and keeps_o, 2),
@@ -101,7 +101,7 @@ class ForwardMode:
         kernel: Kernel,
         problem: Problem,
         tangents: Sequence[Tensor | None],
-        moved: Moved,
+        moved: Tangents,
         arriving: Arriving,
         wanted: tuple[Collection[int], Collection[int]],
         *,
@@ -109,8 +109,8 @@ class ForwardMode:
     ) -> Gradients:
         """The gradients of inputs and of tangents, those that are ``wanted`` by their numbers among the inputs.
 
-        All of these are ``differentiable``. ``moved`` is what ``run`` gives of all there is. Those of q, k and v are in
-        their type, others in float32. A ``kernel`` of the op gives those of o and lse, of what arrives there.
+        All wanted inputs are ``differentiable``. ``moved`` is the result of ``run``. Gradients of q, k and v are
+        in their type, others in float32. Given a dense ``kernel``, ``arriving`` is what arrives at o and lse.
         """
         of_inputs, of_tangents = _fresh(problem), _fresh(problem) if wanted[1] else {}
         written: dict[str, Tensor | None] = {f"d{name}": of_inputs[n] for n, name in enumerate(_ROWS)}
@@ -126,7 +126,7 @@ class ForwardMode:
         return of_inputs, of_tangents
 
     def _read(self, kernel: Kernel, problem: Problem, tangents: Sequence[Tensor | None]) -> dict[str, Tensor | None]:
-        """What a kernel reads, whose strides it is told, by fields: q, k, v, their tangents, and what is captured."""
+        """The tensors that a kernel reads, by fields: q, k, v, their tangents, captured tensors and their tangents."""
         found: dict[str, Tensor | None] = {}
         for name, x in zip(_ROWS, (problem.q, problem.k, problem.v), strict=True):
             found[name] = readable(kernel, x)
@@ -138,7 +138,8 @@ class ForwardMode:
             found[name] = None if tangent is None else readable(kernel, tangent)
         for (name, x), tangent in zip(problem.tensors.items(), tangents[len(_ROWS) :], strict=False):
             if name in self._names:
-                found[tensor_field(self._names[name])] = _like_nothing(x) if tangent is None else tangent
+                zero = x.new_zeros(())  # one number, whatever the index
+                found[tensor_field(self._names[name])] = zero.expand(x.shape) if tangent is None else tangent
         return found
 
     def _run(
@@ -151,9 +152,9 @@ class ForwardMode:
         name: PassName,
         deterministic: bool,
     ) -> None:
-        """One pass, with a workspace on the device of q. What follows from all but addresses and numbers is remembered.
+        """Run one pass, with a workspace on the device of q. Prepared passes are remembered.
 
-        As ``Kernel.prepare`` says, it may depend on which pointers and numbers are there.
+        A prepared pass holds for other addresses and numbers, as long as the same ones are zero (``Kernel.prepare``).
         """
         layout = kernel.layout
         results = {field: x for field, x in results.items() if field in layout.slots}
@@ -170,7 +171,7 @@ class ForwardMode:
         if ready is None:
             if len(self._remembered) >= _MOST_REMEMBERED:
                 self._remembered.clear()
-            known = self._settled(problem, read, results) | {"threads": threads, "deterministic": deterministic}
+            known = self._fixed(problem, read, results) | {"threads": threads, "deterministic": deterministic}
             ready = self._remembered[key] = _ready(kernel, name, known, {**read, **results}, numbers)
         values: list[float] = [0] * layout.varying
         for n, (slot, x) in enumerate(zip(ready.tensors, (*read.values(), *results.values()), strict=True)):
@@ -185,20 +186,20 @@ class ForwardMode:
         values[0] = workspace.data_ptr()
         ready.prepared.run(values)
 
-    def _settled(
+    def _fixed(
         self, problem: Problem, read: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]
     ) -> dict[str, Any]:
         """The values of fields that do not vary, by name."""
         q, k, v = (_there(read[name]) for name in _ROWS)
         tensors = {each: read[tensor_field(each.name)] for each in self.spec.tensors if tensor_field(each.name) in read}
         spec = dataclasses.replace(self.spec, tensors=tuple(tensors))
-        known = settled_values(spec, problem.shard, q, k, v, [_there(x) for x in tensors.values()])
+        known = fixed_values(spec, problem.shard, q, k, v, [_there(x) for x in tensors.values()])
         for name, x in (*((name, read.get(name)) for name in (*_T_ROWS, "d_o")), *results.items()):
             known |= {} if x is None or x.dim() < 4 else row_strides(name, strides_of(x))
         return known
 
     def _numbers(self, problem: Problem, tangents: Sequence[Tensor | None], layout: ArgumentLayout) -> dict[str, float]:
-        """The numbers that kernels are told, by fields: of params, of their tangents and of dropout."""
+        """The numbers among kernels' arguments, by fields: params, their tangents, and dropout."""
         known: dict[str, float] = {}
         dropout = problem.dropout
         if dropout is not None and dropout.probability > 0.0:
@@ -230,9 +231,9 @@ class ForwardMode:
 
 @dataclass(frozen=True)
 class KernelsOfTangents:
-    """Those of a problem, for programs that are tangents, or gradients of tangents, as those of gradients are.
+    """The kernels of a problem, for programs that are tangents, gradients of tangents, or gradients of gradients.
 
-    ``backward`` compiles its own when it is called, and gives None where there is none.
+    ``backward`` gives the kernel of the backward pass, compiled when it is called; None where there is none.
     """
 
     mode: ForwardMode
@@ -242,7 +243,7 @@ class KernelsOfTangents:
     deterministic: bool
 
     def compute(self, problem: Problem, program: Program, values: Sequence[Any]) -> list[Tensor] | None:
-        """The outputs of a program; None where kernels do not compute what it is."""
+        """The outputs of a program; None where kernels do not compute it."""
         own = with_memory(values)
         if not lies_in_memory(own):
             return None
@@ -254,7 +255,7 @@ class KernelsOfTangents:
         gradient = program.gradient_of_tangent
         return None if gradient is None else self._gradients(problem, gradient, own)
 
-    def _moved(self, problem: Problem, moves: dict[int, Any], *, keeps_o: bool) -> Moved:
+    def _moved(self, problem: Problem, moves: dict[int, Any], *, keeps_o: bool) -> Tangents:
         tangents = [moves.get(n) for n in range(len(problem.inputs))]
         return self.mode.run(self.forward, problem, tangents, deterministic=self.deterministic, keeps_o=keeps_o)
 
@@ -292,7 +293,7 @@ class KernelsOfTangents:
 
 
 class _Ready(NamedTuple):
-    """A pass that was prepared, and the slots of what varies, in the order in which it comes."""
+    """A pass that was prepared, and the slots of tensors and numbers, in their order."""
 
     prepared: Prepared
     tensors: Sequence[int]
@@ -313,7 +314,7 @@ def _ready(
 
 
 def _fresh(problem: Problem) -> dict[int, Tensor]:
-    """What kernels write of q, k and v, asked for or not."""
+    """Fresh gradients of q, k and v, which kernels write whether asked for or not."""
     rows = (problem.q, problem.k, problem.v)
     return {n: problem.q.new_empty_strided(*layout_like(x, x.shape)) for n, x in enumerate(rows)}
 
@@ -321,7 +322,7 @@ def _fresh(problem: Problem) -> dict[int, Tensor]:
 def _captured(
     problem: Problem, found: dict[int, Tensor], wanted: Collection[int], names: Mapping[int, str]
 ) -> dict[str, Tensor | None]:
-    """What kernels add gradients of captured values to, by field; they join those that were ``found``."""
+    """Zeros that kernels add gradients of captured values to, by field; they are put into ``found``, too."""
     for n in wanted:
         if n in names:
             x = problem.inputs[n]
@@ -338,11 +339,6 @@ def _number(param: Param, value: Tensor | float) -> float:
 def _there(x: Tensor | None) -> Tensor:
     assert x is not None
     return x
-
-
-def _like_nothing(x: Tensor) -> Tensor:
-    """The tangent of what does not move: one zero, whatever the index."""
-    return x.new_zeros(()).expand(x.shape)
 
 
 def _arriving(values: Sequence[Any], places: Mapping[int, int]) -> Arriving:

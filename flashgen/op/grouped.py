@@ -1,9 +1,9 @@
 """Dense calls whose queries have lists of keys of their own: heads that share a list are rows of a tile.
 
-In: the arguments of an op's engine. Out: what it computes; None where its own kernels are to run. A tile of many
-queries of one head reads nearly every key, for each query selects others. The heads of a group select the same. The
-forward pass runs kernels for caches, which have them as the rows of a tile, one query a tile, and read what it selects
-once for all of them, where no blocks of keys are gone through (``block_order.py``). The backward pass runs dense
+In: the arguments of an op's engine. Out: its results; None where the engine's own kernels are to run. A tile of many
+queries of one head reads nearly every key, as each query selects other keys. The heads of a group select the same keys.
+The forward pass runs kernels for caches: the rows of a tile are the heads of one query, and the keys that it selects
+are read once for all of them. Calls by blocks of keys (``block_order.py``) come first. The backward pass runs dense
 kernels of a spec whose rows are the heads of a group, query by query (``analysis/grouped.py``), over copies of q, o and
 d_o in that order.
 
@@ -26,7 +26,7 @@ from flashgen.hosts.schedule import MOST_ELEMENTS
 from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.cached import CACHED
 from flashgen.kinds.parts import PARTS
-from flashgen.op.call import Attended, Call, CallChecker, Rest, Rows, Tensors
+from flashgen.op.call import Attended, Call, CallChecker, Rest, Saved, Tensors
 from flashgen.op.engine import Engine
 from flashgen.op.layouts import laid, layout_like
 from flashgen.plan.by_blocks import KEPT
@@ -39,7 +39,7 @@ MakesDense = Callable[[AttentionSpec, Mapping[str, KernelProvider | None]], Engi
 
 
 class GroupedCalls:
-    """Those of one spec with a selection; ``engine`` is that of the lowered one, ``make`` makes one of another spec."""
+    """Grouped calls of a spec with a selection, by the ``engine`` of its lowered spec; ``make`` makes others."""
 
     def __init__(self, spec: AttentionSpec, engine: Engine, make: MakesDense) -> None:
         assert spec.select is not None, "keys are selected"
@@ -51,8 +51,8 @@ class GroupedCalls:
         self._listed = 3 + [each.name for each in spec.tensors].index(spec.select.tensor)
 
     def attend(self, tensors: Tensors, rest: Rest, keeps_lse: bool) -> Attended:
-        """``o``, ``lse`` and its parts of a call that goes this way; ``tensors`` are of the lowered spec."""
-        assert self._cached is not None, "the call goes this way"
+        """``o``, ``lse`` and its parts of a ``grouped_call``; ``tensors`` are of the lowered spec."""
+        assert self._cached is not None, "the call is grouped"
         q, k = tensors[0], tensors[1]
         given: Any = rest[0]
         whole: Any = (given[2], given[3], given[6], given[7], 1), rest[1]
@@ -61,32 +61,32 @@ class GroupedCalls:
         places = (lengths, nothing, nothing, lengths[:, None][:, :0], *[q.new_empty((0, 0), dtype=torch.float32)] * 2)
         return self._cached.attend((*tensors, *places), whole, keeps_lse)
 
-    def gradients(self, d_o: Tensor, rows: Rows, given: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Any] | None:
-        """The gradients that are needed, of the tensors that were ``given``: those of the spec."""
-        call = self.taken(given, rest)
+    def gradients(self, d_o: Tensor, rows: Saved, own: Tensors, rest: Rest, needs: Sequence[bool]) -> list[Any] | None:
+        """The gradients that are needed; None where kernels of the spec give them. ``own`` are the spec's tensors."""
+        call = self.grouped_call(own, rest)
         if call is None or self._spec.layout is not None or call.shard.q_start != 0:
             return None
         group, shard = call.shard.group, call.shard
-        engine = self._of_rows(group, given[0].element_size() == 2)
-        if engine is None or shard.q_len * group * max(given[0].shape[-1], given[2].shape[-1]) > MOST_ELEMENTS:
+        engine = self._of_rows(group, own[0].element_size() == 2)
+        if engine is None or shard.q_len * group * max(own[0].shape[-1], own[2].shape[-1]) > MOST_ELEMENTS:
             return None
         numbers_of_rows: Any = (0, 0, shard.b_start, shard.h_start // group, *_totals(rest[0], group))
         moved: Any = tuple(None if x is None else _by_rows(x, group) for x in rows)
-        tensors = (_by_rows(given[0], group), *given[1:])
+        tensors = (_by_rows(own[0], group), *own[1:])
         found = engine.gradients(_by_rows(d_o, group), moved, tensors, (numbers_of_rows, rest[1]), needs)
         if needs[0]:
-            found[0] = laid(_by_heads(found[0], group), layout_like(given[0], given[0].shape))
+            found[0] = laid(_by_heads(found[0], group), layout_like(own[0], own[0].shape))
         return found
 
-    def taken(self, tensors: Tensors, rest: Rest) -> Call | None:
-        """The call, if it goes this way; ``tensors`` are of the spec."""
+    def grouped_call(self, tensors: Tensors, rest: Rest) -> Call | None:
+        """The call, if it is to be grouped, else None; ``tensors`` are of the spec."""
         if self._cached is None:
             return None
         call = self._checker.find(tensors, rest)
         kernel, shard = call.kernel, call.shard
         if kernel is None or not kernel.shares_lists or call.is_empty:
             return None
-        if kernel.of(CACHED) is None or kernel.of(PARTS) is None:  # of a source that was edited there are no others
+        if kernel.of(CACHED) is None or kernel.of(PARTS) is None:  # an edited source has no kernels of other kinds
             return None
         _, _, q_total, kv_total = shard.totals()
         is_whole = shard.kv_start == 0 and shard.kv_len == kv_total == q_total == shard.q_start + shard.q_len
@@ -95,7 +95,7 @@ class GroupedCalls:
         return call if is_whole and few else None
 
     def _make_of_rows(self, group: int, narrow: bool) -> Engine | None:
-        """What runs rows of groups; None where no provider has another spec's kernels."""
+        """The engine whose rows are the heads of groups; None where no provider has another spec's kernels."""
         spec = by_groups(self._spec, group, narrow=narrow)
         found = {device: of_spec(each, spec) for device, each in self._engine.kernels.items()}
         known = {device: each for device, each in found.items() if each is not None}
@@ -103,7 +103,7 @@ class GroupedCalls:
 
 
 def _totals(given: Any, group: int) -> tuple[int | None, ...]:
-    """Nq, Nk, B and H of a call as its rows count them."""
+    """The totals Nq, Nk, B and H of a call whose rows are the heads of groups."""
     q_total, kv_total, b_total, h_total = given[4:8]
     return (
         None if q_total is None else q_total * group, kv_total, b_total, None if h_total is None else h_total // group,

@@ -1,8 +1,8 @@
 """The sequences of a ragged batch: where each begins, checked before anything is read or written; what follows from it.
 
-In: ``cu_seqlens_q`` and ``cu_seqlens_k`` as callers pass them. Out: ``Lengths``; of a spec ``LengthChecks``, of caches,
-too. Errors name the tensor, the sequence, what was expected and what came. Numbers in the memory of a GPU are looked at
-where a call needs them alone: the host would wait.
+In: ``cu_seqlens_q`` and ``cu_seqlens_k`` as callers pass them. Out: ``Lengths``, and ``LengthChecks`` of a spec, which
+caches use, too. Errors name the tensor, the sequence, what was expected and what came. The host reads numbers in the
+memory of a GPU only where a call needs them, as it has to wait for them.
 """
 
 from __future__ import annotations
@@ -21,23 +21,22 @@ from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, literal, 
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
 from flashgen.op.conversion import is_integral, saturated, unwrapped
 from flashgen.op.indices import Indices
-from flashgen.op.plain import transforming
+from flashgen.op.tensor_kinds import transforming
 from flashgen.reference.dense import constant_number
 
 Starts = np.ndarray[Any, np.dtype[np.int32]]
 
-# Operators that grow with both of their arguments, where these are sizes and such: what is inside a tensor at the
-# lengths of a sequence then is at those of the longest.
+# Operators that grow with both of their arguments. An extent of sizes and these operators is no larger for a sequence
+# than for the longest one.
 _GROW = frozenset({"add", "mul", "min", "max"})
 _MOST_LENGTHS = 1 << 16
-# Has the host look at cu_seqlens on a GPU, and at what says where rows of a cache are: kernels else take them as they
-# come.
+# If set, the host checks cu_seqlens on a GPU, and the places of rows in a cache. Else nobody checks them there.
 CHECK_LENGTHS = "FLASHGEN_CHECK_LENGTHS"
 
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """Where sequences begin among the rows of q and of k, [sequences + 1] each, and the longest that there may be.
+    """Where sequences begin among the rows of q and of k, [sequences + 1] each, and the longest lengths.
 
     ``starts`` None: only the device knows.
     """
@@ -49,7 +48,7 @@ class Lengths:
 
     @functools.cached_property
     def pairs(self) -> list[tuple[int, int]]:
-        """The lengths of each sequence, of queries and of keys; none where only the device knows."""
+        """The lengths of each sequence, of queries and of keys; empty where only the device knows."""
         if self.starts is None:
             return []
         return list(zip(*((x[1:] - x[:-1]).tolist() for x in self.starts), strict=True))
@@ -65,7 +64,7 @@ class Lengths:
 def check_starts(name: str, starts: object, device: torch.device | None = None) -> Tensor:
     """Cumulative lengths as an int32 tensor; values are not looked at. Raises ``TypeError`` and ``ValueError``.
 
-    ``device`` is that of q: of a tensor without memory PyTorch would take the whole call for one without.
+    ``device`` is that of q. With ``starts`` on meta PyTorch would run the whole call on meta.
     """
     if not isinstance(starts, Tensor):
         raise TypeError(f"'{name}' must be a tensor of cumulative lengths (i32[B + 1]), not {type(starts).__name__}")
@@ -96,9 +95,9 @@ def lengths(q_starts: Tensor, k_starts: Tensor, rows: tuple[int, int], most: tup
 def unseen_lengths(
     q_starts: Tensor, k_starts: Tensor, rows: tuple[int, int], most: tuple[int | None, int | None]
 ) -> Lengths:
-    """The same without a look at numbers: kernels keep to the rows that there are, and to ``most`` of a sequence.
+    """``lengths`` whose numbers the host does not read: kernels keep to ``rows``, and to ``most`` of a sequence.
 
-    Where that is not given, a sequence may have all rows.
+    Without ``most`` a sequence may have all rows.
     """
     _check_same(q_starts, k_starts)
     max_q, max_k = most
@@ -143,12 +142,12 @@ def _checked(letter: str, starts: Tensor, rows: int, most: int | None) -> tuple[
 
 
 def checks_lengths() -> bool:
-    """Whether the host waits for numbers that lie on a GPU, to name what is wrong with them."""
+    """Whether the host waits for numbers on a GPU, to check them."""
     return os.environ.get(CHECK_LENGTHS, "").strip() not in ("", "0")
 
 
 class LengthChecks:
-    """What of a spec follows from the lengths of sequences, and what they have to fit."""
+    """Checks of a spec by the lengths of sequences, and whether the host has to know these."""
 
     def __init__(self, spec: AttentionSpec, indices: Indices) -> None:
         self.spec, self.indices = spec, indices
@@ -159,9 +158,10 @@ class LengthChecks:
         self._reasons: dict[object, str] = {}
 
     def are_seen(self, tensors: Sequence[Any], most: tuple[int | None, int | None], name: str, also: str = "") -> bool:
-        """Whether the host looks at the numbers on a GPU that say where sequences are: it waits for no others.
+        """Whether the host reads the numbers on a GPU that say where sequences are.
 
-        ``name`` is theirs; ``also``: why it has to in any case. Raises ``ValueError`` where it cannot.
+        ``name`` is the name of their tensor; ``also`` is another reason to read them. Raises ``ValueError`` where they
+        have to be read and cannot.
         """
         why = self.why_seen(tensors, most) or also
         if why and torch.cuda.is_current_stream_capturing():
@@ -172,9 +172,9 @@ class LengthChecks:
         return bool(why)
 
     def why_seen(self, tensors: Sequence[Any], most: tuple[int | None, int | None]) -> str:
-        """Why the host has to know the lengths of sequences; nothing where it does without.
+        """Why the host has to know the lengths of sequences; empty where it need not.
 
-        ``tensors`` are those that dense calls have, too, ``most`` the longest that there may be; None: not given.
+        ``tensors`` are those of a dense call, ``most`` the longest lengths; None: not given.
         """
         if checks_lengths():
             return f"{CHECK_LENGTHS} is set"
@@ -225,7 +225,7 @@ class LengthChecks:
 
 
 def _grows(extent: Expr) -> bool:
-    """Whether an extent surely is no smaller for longer sequences."""
+    """Whether an extent is certainly no smaller for longer sequences."""
     if isinstance(extent, Literal):
         return extent.value >= 0
     if isinstance(extent, Symbol):

@@ -1,9 +1,8 @@
 """``torch.vmap`` of an op and its derivatives: what is mapped becomes a part of the batch, else a loop.
 
 In: a function of tensors, each with its axis along the batch, and the dimensions that are mapped. Out: its results,
-mapped in front. Entries of a batch that know nothing of one another may as well be those of another sample; where a
-spec asks for the number of an entry, where it drops pairs by it, or where what has no batch differs from sample to
-sample, each sample is computed by itself.
+mapped in front. Samples become entries of the batch where entries do not depend on one another. Each sample is computed
+by itself where a spec reads the number of an entry, drops pairs by it, or where a tensor without a batch is mapped.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ Axes = Sequence[int | None]
 
 @dataclass(frozen=True)
 class Batch:
-    """Where a batch lies in the tensors of an op, and in o, lse and its parts; None in place of all: in nothing."""
+    """The batch axes of an op's tensors and results. ``inputs`` None: samples cannot share a batch."""
 
     inputs: tuple[int | None, ...] | None
     outputs: tuple[int, ...]
 
     @classmethod
     def of(cls, spec: AttentionSpec, signature: Signature) -> Batch:
-        """That of an op; sequences and caches say themselves whose their rows are."""
+        """The batch of an op. Ragged batches and caches have none: their lengths say whose the rows are."""
         outputs = (0, 0, 0) if signature.has_lse else (0,)
         axes = batch_axes(spec) if signature.kind is DENSE else None
         if axes is None:
@@ -51,7 +50,7 @@ class Batch:
 
 
 def folded_inputs(batch: Batch, signature: Signature, tensors: Sequence[Any], rest: Rest) -> Axes | None:
-    """Where a batch lies in a call's tensors that means the same with other entries beside its own; else None."""
+    """The batch axes of a call's tensors; None where other entries in the batch would change its results."""
     offsets = rest[0]
     seed = tensors[signature.inputs] if signature.has_dropout else None
     return batch.inputs if seed is None and offsets[2] == 0 and offsets[6] is None else None
@@ -69,7 +68,13 @@ def mapped(
     ``axes`` are those of the values and of the results; None where samples cannot be a part of the batch.
     """
     count = info.batch_size
-    if axes is not None and count > 0 and _fit(dims, *axes):
+    # All that is mapped has a batch, and so have all results, which differ from sample to sample.
+    if (
+        axes is not None
+        and count > 0
+        and None not in axes[1]
+        and all(axis is not None or dim is None for axis, dim in zip(axes[0], dims, strict=True))
+    ):
         folded = [
             x if axis is None or x is None else _folded(x, dim, axis, count)
             for x, dim, axis in zip(values, dims, axes[0], strict=True)
@@ -89,7 +94,7 @@ def mapped(
 
 
 def has_samples(values: Sequence[Any]) -> bool:
-    """Whether some are samples of PyTorch's first vmap: ``is_grads_batched`` and ``vectorize=True`` still use it."""
+    """Whether some tensors are samples of PyTorch's first vmap, which ``is_grads_batched`` and ``vectorize`` use."""
     return any(map(_is_sample, values))
 
 
@@ -98,9 +103,9 @@ def _is_sample(x: object) -> bool:
 
 
 def by_samples(call: Callable[..., Sequence[Tensor]], values: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The results of ``call(*values)``, of which some are such samples, by ``torch.vmap``, which knows all rules.
+    """The results of ``call(*values)``, with samples of PyTorch's first vmap among the values, by ``torch.vmap``.
 
-    Raises ``NotImplementedError`` where one such vmap stands in another: nothing says whose samples they are.
+    Raises ``NotImplementedError`` for a first vmap within another: nothing says whose samples the tensors are.
     """
     level = torch._C._vmapmode_increment_nesting() - 1
     torch._C._vmapmode_decrement_nesting()
@@ -114,15 +119,8 @@ def by_samples(call: Callable[..., Sequence[Tensor]], values: Sequence[Any]) -> 
     return tuple(torch._add_batch_dim(x, 0, level) for x in found)
 
 
-def _fit(dims: Sequence[int | None], of_values: Axes, of_results: Axes) -> bool:
-    """Whether all that is mapped has a batch, and so have all results, which differ from sample to sample."""
-    return None not in of_results and all(
-        axis is not None or dim is None for axis, dim in zip(of_values, dims, strict=True)
-    )
-
-
 def _folded(x: Tensor, dim: int | None, axis: int, count: int) -> Tensor:
-    """Samples beside one another along the batch; one that all have is taken as often."""
+    """Samples beside one another along the batch; a tensor that is not mapped is repeated."""
     if dim is None:
         return x.unsqueeze(axis).expand(*x.shape[:axis], count, *x.shape[axis:]).flatten(axis, axis + 1)
     return x.movedim(dim, axis).flatten(axis, axis + 1)

@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from flashgen.analysis.own_scale import Scale, Use, scales
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.conversion import converted, is_integral, require, unwrapped
-from flashgen.op.same import Same
 from flashgen.op.signature import TORCH_DTYPES
+from flashgen.op.unchanged import UnchangedTensor
 
 _WIDE_INTS = frozenset((torch.int64, torch.uint64, torch.uint32))
 _WIDE = _WIDE_INTS | {torch.float64}
@@ -31,7 +31,7 @@ _I32 = torch.iinfo(torch.int32)
 _NEAR = 2.0**-18  # how far a float32 may be from the number that it stands for: half of the last bit of 64 to 128
 _COUNTLESS = 2.0**64  # numbers from here on stand for infinity, and no step between them means anything
 _MOST_KEPT = 16
-_Kept = tuple[list[Same], list[Tensor]]
+_Kept = tuple[list[UnchangedTensor], list[Tensor]]
 
 
 class Narrowing:
@@ -83,11 +83,11 @@ class Narrowing:
 
     def _find(self, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         known = self._kept.get(tuple(map(id, tensors))) if _is_kept(tensors) else None
-        return known[1] if known is not None and known[0] == [Same(x) for x in tensors] else None
+        return known[1] if known is not None and known[0] == [UnchangedTensor(x) for x in tensors] else None
 
     def _keep(self, tensors: Sequence[Tensor], made: list[Tensor]) -> None:
         if _is_kept(tensors):
-            self._kept[tuple(map(id, tensors))] = ([Same(x) for x in tensors], made)
+            self._kept[tuple(map(id, tensors))] = ([UnchangedTensor(x) for x in tensors], made)
             if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
 

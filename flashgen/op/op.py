@@ -16,13 +16,13 @@ from flashgen.hosts.kernel import KernelProvider
 from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.cached import CACHED
 from flashgen.op.appending import written
-from flashgen.op.asked import ask, placed
 from flashgen.op.cached import cache_of
 from flashgen.op.conversion import splits_argument
+from flashgen.op.explained_call import explained_call, with_device
 from flashgen.op.op_calls import BACKENDS, OpParts, check_backend, is_repeatable
 from flashgen.op.op_shown import ShownOp, ShowsCaches
-from flashgen.op.plain import check_tensors
 from flashgen.op.reference import Reference
+from flashgen.op.tensor_kinds import check_tensors
 from flashgen.plan.explanation import Explanation
 
 __all__ = ["BACKENDS", "AttentionOp", "BaseOp", "OpParts", "check_backend", "is_repeatable", "make_op"]
@@ -77,10 +77,10 @@ class BaseOp(ShownOp):
         Raises what the op raises, and ``ValueError`` for lengths that fall, end behind T, or pass the maximum.
         """
         if spare:
-            raise self._signature.by_position("q, k, v, lengths and their maxima", spare)
+            raise self.signature.by_position("q, k, v, lengths and their maxima", spare)
         return self._call_ragged(
             q, k, v, (cu_seqlens_q, cu_seqlens_k), (b_start, h_start, b_total, h_total, max_seqlen_q, max_seqlen_k),
-            self._signature.bind(captured) if captured or self._signature.names else (),
+            self.signature.bind(captured) if captured or self.signature.names else (),
             deterministic, return_lse, dropout_p, seed,
         )  # fmt: skip
 
@@ -127,7 +127,7 @@ class BaseOp(ShownOp):
         unless ``FLASHGEN_CHECK_LENGTHS`` is set.
         """
         if spare:
-            raise self._signature.by_position("q, k_cache, v_cache and cache_seqlens", spare)
+            raise self.signature.by_position("q, k_cache, v_cache and cache_seqlens", spare)
         self._check_names("decode", CACHED)
         splits = splits_argument(num_splits)
         if (k is None) != (v is None):
@@ -136,8 +136,8 @@ class BaseOp(ShownOp):
             q, k_cache, v_cache, cache_seqlens, block_table=block_table, cache_batch_idx=cache_batch_idx,
             leftpad=leftpad, k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
-        bound = self._signature.bind(captured) if captured or self._signature.names else ()
-        nothing = 0.0 if self._signature.has_dropout else None
+        bound = self.signature.bind(captured) if captured or self.signature.names else ()
+        nothing = 0.0 if self.signature.has_dropout else None
         tensors = self._tensors(q, k_cache, v_cache, bound, return_lse, nothing, None)
         if k is not None and v is not None:
             cache, k_cache, v_cache = self._write(cache, k_cache, v_cache, k, v)
@@ -159,10 +159,10 @@ class BaseOp(ShownOp):
         """
         device = self._device()
         check_tensors("qkv", (q, k, v))
-        if self._signature.has_dropout:
+        if self.signature.has_dropout:
             arguments["seed"] = 0  # none is drawn
         asking = self._with(_run=functools.partial(self._explained, device))
-        found: Any = asking(placed(q, device), placed(k, device), placed(v, device), **arguments)
+        found: Any = asking(with_device(q, device), with_device(k, device), with_device(v, device), **arguments)
         return found  # type: ignore[no-any-return]
 
     def explain_decode(
@@ -186,15 +186,16 @@ class BaseOp(ShownOp):
         """
         device = self._device()
         tensors = self._positional(
-            (placed(q, device), placed(k_cache, device), placed(v_cache, device)), self._signature.bind(captured)
+            (with_device(q, device), with_device(k_cache, device), with_device(v_cache, device)),
+            self.signature.bind(captured),
         )
         if block_table is not None and block_table.dim() != 2:
             raise ValueError(f"'block_table' has shape {list(block_table.shape)}; i32[B, P] is expected")
         columns = 0 if block_table is None else block_table.shape[1]
         room, splits = k_cache.shape[2] * max(columns, 1), splits_argument(num_splits)
         numbers: Any = (b_start, h_start, b_total, h_total, room, columns, splits)
-        nothing = 0.0 if self._signature.has_dropout else None
-        call, told = ask(self._kinds[CACHED.name].engine, tensors, (numbers, False), nothing, device)
+        nothing = 0.0 if self.signature.has_dropout else None
+        call, told = explained_call(self._kinds[CACHED.name].engine, tensors, (numbers, False), nothing, device)
         shows = self._shows(call.device.type)
         if not isinstance(shows, ShowsCaches) or call.is_empty:
             raise ValueError(
@@ -257,9 +258,9 @@ class AttentionOp(BaseOp):
         shape, device, offset or probability), naming the argument, what was expected and what came.
         """
         if spare:
-            raise self._signature.by_position("q, k and v", spare)
+            raise self.signature.by_position("q, k and v", spare)
         return self._call(
-            q, k, v, self._signature.bind(captured) if captured or self._signature.names else (),
+            q, k, v, self.signature.bind(captured) if captured or self.signature.names else (),
             (q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total),
             deterministic, return_lse, dropout_p, seed, (q_descale, k_descale, v_descale),
         )  # fmt: skip

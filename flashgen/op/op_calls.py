@@ -38,7 +38,7 @@ from flashgen.op.signature import Signature
 _Op = TypeVar("_Op")
 
 BACKENDS = ("cpu", "cuda", "emulator", "reference")
-# Their kernels do not go by the type of device.
+# Backends whose kernels do not depend on the type of device.
 HOST_BACKENDS = ("emulator", "reference")
 
 
@@ -46,11 +46,11 @@ HOST_BACKENDS = ("emulator", "reference")
 class OpParts:
     """What an op is made of.
 
-    ``kernels`` holds what gives the kernels for each type of device; None where the tiled reference stands in, as no
-    compiler was found. Where it is a ``Shows``, it says what the op shows of itself. ``sources`` and ``identity`` tell
-    ops of one operator apart, as far as others run. ``backend`` is what was asked for. ``reopen`` makes the op again in
-    another process, for pickling. ``label`` and ``edited``, sources that a user changed, are what the operator's name
-    covers beside spec and backend. ``remember`` is called when a program with the op is exported.
+    ``kernels`` holds the provider of kernels for each type of device; None where the tiled reference stands in, as no
+    compiler was found. A provider that is a ``Shows`` says what the op shows of itself. ``sources`` and ``identity``
+    tell ops of one operator apart that run other kernels. ``backend`` is the one that was asked for. ``reopen`` makes
+    the op again in another process, for pickling. The operator's name covers ``label`` and ``edited``, sources that a
+    user changed, beside spec and backend. ``remember`` is called when a program with the op is exported.
     """
 
     spec: AttentionSpec
@@ -70,7 +70,7 @@ class OpParts:
 
     @property
     def identity_of_engine(self) -> str:
-        """What runs, among ops of one operator."""
+        """The kernels that run, which tell ops of one operator apart."""
         kinds = (f"{name}" if provider else f"{name}-tiled" for name, provider in self.kernels.items())
         return fingerprint(self.spec, " ".join((self.backend or "", self.identity, *kinds)), self.sources)
 
@@ -102,22 +102,17 @@ class OpCalls:
         # By names: torch.compile traces calls, and hashes no kind.
         self._kinds = {kind.name: registered(kind) for kind in KINDS.values() if kind.suffix is not None}
         self._registered = self._kinds[DENSE.name]
-        self._signature = self._registered.signature
+        self.signature = self._registered.signature
         self.narrowing = Narrowing(parts.spec)
         self._engines: dict[Kind, Engine] = {}
-        self._clashes = {each.name: _clash(self._signature, each) for each in (RAGGED, CACHED)}
+        self._clashes = {each.name: _clash(self.signature, each) for each in (RAGGED, CACHED)}
 
     def _made(self, kind: Kind) -> Engine:
         if self._parts.backend == "reference":
             return Engine(self._parts.spec, {}, pairs=None, kind=kind)
         return engine_of(self._parts.spec, self._parts.kernels, kind)
 
-    # For those who call the operator's engine themselves, as ranks do over parts of the keys --------------------------
-
-    @property
-    def signature(self) -> Signature:
-        """The arguments of the operator."""
-        return self._signature
+    # For callers of the operator's engine, as ranks are over parts of the keys ----------------------------------------
 
     @property
     def engine(self) -> Engine:
@@ -135,7 +130,7 @@ class OpCalls:
     def of_spec(self, spec: AttentionSpec, load: Callable[..., _Op]) -> _Op:
         """What ``load`` makes of another spec for the same backend, and on the emulator the same target.
 
-        Without kernels it has none either: what kernels keep of rows for a backward pass the dense formula does not.
+        An op without kernels makes one without: the dense formula does not keep what kernels keep for a backward pass.
         """
         parts = self._parts
         if parts.backend is None and not any(parts.kernels.values()):
@@ -155,7 +150,7 @@ class OpCalls:
         seed: int | Tensor | None = None,
     ) -> Tensors:
         """The tensors of the operator, of arguments as a dense call takes them. Raises what the call does."""
-        return self._tensors(q, k, v, self._signature.bind(dict(captured)), return_lse, dropout_p, seed)
+        return self._tensors(q, k, v, self.signature.bind(dict(captured)), return_lse, dropout_p, seed)
 
     @property
     def spec(self) -> AttentionSpec:
@@ -206,7 +201,7 @@ class OpCalls:
         seed: int | Tensor | None,
     ) -> Tensors:
         """The tensors of the operator."""
-        signature = self._signature
+        signature = self.signature
         tensors: Tensors = (q, k, v)
         if signature.takes_more:
             tensors = self._positional(tensors, captured)
@@ -217,13 +212,16 @@ class OpCalls:
                     None if silent else seed_argument(seed, q.device),
                     probability_argument(dropout_p, q.device),
                 )
+        name = self.spec.name
         if not signature.has_dropout:
-            if dropout_p is not None:
-                _refuse_dropout(self.spec, dropout_p)
+            if dropout_p is not None and (isinstance(dropout_p, Tensor) or dropout_p != 0):
+                raise ValueError(f"dropout_p: '{name}' has no dropout; add the statement `dropout 0.0` to the spec")
             if seed is not None:
-                seed_argument(seed, q.device)  # of no use, but no less wrong
+                seed_argument(seed, q.device)  # a wrong seed is refused, though nothing is drawn
         if return_lse:
-            _check_return_lse(self.spec, signature, return_lse)
+            check_switch("return_lse", return_lse)
+            if not signature.has_lse:
+                raise ValueError(f"return_lse: '{name}' has pointwise weights, which have no denominator and so no lse")
         return tensors
 
     def _check_names(self, method: str, kind: Kind) -> None:
@@ -262,11 +260,11 @@ class OpCalls:
         if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
             name, x = next((name, x) for name, x in zip("qkv", tensors, strict=True) if not isinstance(x, Tensor))
             raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
-        signature, is_exact = self._signature, self._is_exact
+        signature, is_exact = self.signature, self._is_exact
         dtypes, count = signature.dtypes, len(signature.tensors)
         given: list[object] = list(self.narrowing.narrowed(captured, is_exact=is_exact) if captured else ())
         for n, value in enumerate(given):
-            # As declared: a tensor of the type; of a param, a number on the CPU.
+            # A tensor of the declared type stays, and a param that is a number on the CPU.
             if (
                 isinstance(value, Tensor)
                 and value.dtype is dtypes[n]
@@ -292,16 +290,3 @@ def is_repeatable(deterministic: bool | None) -> bool:
         return are_deterministic_algorithms_enabled()
     check_switch("deterministic", deterministic)
     return deterministic
-
-
-def _check_return_lse(spec: AttentionSpec, signature: Signature, return_lse: object) -> None:
-    """Raise ``TypeError`` for what is no bool, and ``ValueError`` where there is no lse to return."""
-    check_switch("return_lse", return_lse)
-    if not signature.has_lse:
-        raise ValueError(f"return_lse: '{spec.name}' has pointwise weights, which have no denominator and so no lse")
-
-
-def _refuse_dropout(spec: AttentionSpec, probability: float | Tensor) -> None:
-    """Raise ``ValueError`` where a spec without dropout is to drop anything."""
-    if isinstance(probability, Tensor) or probability != 0:
-        raise ValueError(f"dropout_p: '{spec.name}' has no dropout; add the statement `dropout 0.0` to the spec")

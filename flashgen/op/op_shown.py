@@ -11,14 +11,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from flashgen.hosts.asked import AskedCall
+from flashgen.hosts.explained_call import ExplainedCall
 from flashgen.ir.fingerprint import KernelText
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.spec_text import declared
-from flashgen.op.asked import ask, placed
 from flashgen.op.call import Call, Rest, Tensors
 from flashgen.op.conversion import offset_arguments
 from flashgen.op.eight_bits import F8
+from flashgen.op.explained_call import explained_call, with_device
 from flashgen.op.f8 import wide_type
 from flashgen.op.op_calls import HOST_BACKENDS, OpCalls
 from flashgen.op.registered import NAMESPACE, Registered
@@ -37,7 +37,7 @@ class Shows(Protocol):
     def sources(self) -> tuple[KernelText, ...]:
         """The texts of these plans' kernels."""
 
-    def explain(self, name: str, asked: AskedCall) -> Explanation:
+    def explain(self, name: str, call: ExplainedCall) -> Explanation:
         """What a call runs, of an op of this name."""
 
 
@@ -45,7 +45,7 @@ class Shows(Protocol):
 class ShowsCaches(Shows, Protocol):
     """One that says what runs over caches, too."""
 
-    def explain_cached(self, name: str, asked: AskedCall) -> Explanation:
+    def explain_cached(self, name: str, call: ExplainedCall) -> Explanation:
         """What a call over a cache runs, of an op of this name."""
 
 
@@ -78,14 +78,14 @@ class ShownOp(OpCalls):
         _return_lse: bool,
     ) -> Explanation:
         """What a call runs whose arguments are bound, in the place of ``registration.call``."""
-        signature, widens = self._signature, ""
+        signature, widens = self.signature, ""
         rest: Rest = (offset_arguments(offsets), deterministic)
         dropout_p = tensors[signature.inputs + 1] if signature.has_dropout else None
-        call, told = ask(op.engine, tensors, rest, dropout_p, device)
+        call, told = explained_call(op.engine, tensors, rest, dropout_p, device)
         if call.kernel is None and tensors[0].dtype is F8:
             dtype = wide_type(self._registered.engine.checker.dtypes, call.device)
-            wide = (placed(torch.empty_like(x, dtype=dtype, device="meta"), call.device) for x in tensors[:3])
-            call, told = ask(self._registered.engine, (*wide, *tensors[3:]), rest, dropout_p, device)
+            wide = (with_device(torch.empty_like(x, dtype=dtype, device="meta"), call.device) for x in tensors[:3])
+            call, told = explained_call(self._registered.engine, (*wide, *tensors[3:]), rest, dropout_p, device)
             widens = f"no kernel of this target multiplies 8 bits: q, k and v are widened to {dtype} first"
         shows = self._shows(call.device.type)
         if call.kernel is not None and shows is not None and not call.is_empty:

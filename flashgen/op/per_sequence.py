@@ -1,4 +1,4 @@
-"""What each sequence of a ragged batch has of its own beside its rows: params and drop probabilities by its lengths.
+"""Params and drop probabilities of each sequence of a ragged batch, where they follow from its lengths.
 
 In: a spec and the lengths. Out: a ``PerSequence``, whose tables kernels read.
 """
@@ -16,29 +16,29 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ScalarType
 from flashgen.op.call import probability_in_force
 from flashgen.op.captured import Captured
+from flashgen.op.kind_call import KindCall
 from flashgen.op.lengths import drops_by_length, params_by_length
-from flashgen.op.taken import Taken
 from flashgen.reference.dense import Dropout, param_values
 from flashgen.reference.philox import drop_threshold, survivor_scale
 
 
 class PerSequence:
-    """What changes from sequence to sequence, for kernels and the reference: params and dropout by their lengths."""
+    """Params and dropout of each sequence, for kernels and the reference."""
 
-    def __init__(self, spec: AttentionSpec, taken: Taken, captured: Captured) -> None:
-        self._spec, self._call, self._captured = spec, taken.call, captured
-        pairs = taken.pairs
+    def __init__(self, spec: AttentionSpec, kind_call: KindCall, captured: Captured) -> None:
+        self._spec, self._call, self._captured = spec, kind_call.call, captured
+        pairs = kind_call.pairs
         self._by_length = by_length = params_by_length(spec, captured.given) if pairs else set()
-        self._own_dropout = bool(pairs) and drops_by_length(spec, taken.tensors, by_length)
+        self._own_dropout = bool(pairs) and drops_by_length(spec, kind_call.tensors, by_length)
         self._known: dict[tuple[int, int], tuple[tuple[float, ...], float]] = {}
         self._pairs = pairs if by_length or self._own_dropout else ()
 
     def params_of(self, number: int) -> tuple[float, ...]:
-        """The value of every param."""
+        """The value of every param in a sequence."""
         return self._at(number)[0] if self._pairs else tuple(self._captured.params)
 
     def dropout_of(self, number: int) -> Dropout | None:
-        """Probability and seed."""
+        """The dropout of a sequence; None where nothing is dropped."""
         whole = self._captured.drawn
         if not self._own_dropout:
             return whole
@@ -49,25 +49,23 @@ class PerSequence:
         return Dropout(probability, whole.seed)
 
     def tables(self) -> tuple[list[Tensor | None], int | None]:
-        """What may change, on the device of the call, and the largest threshold of dropout where that does."""
-        arrays = self._arrays()
-        threshold = None if self._spec.dropout is None or arrays[0] is None else int(arrays[0].max(initial=0))
-        return [None if x is None else torch.from_numpy(x).to(self._call.device) for x in arrays], threshold
+        """Tables with a number a sequence, on the device of the call, and its largest threshold if dropout varies.
 
-    def _arrays(self) -> list[np.ndarray[Any, Any] | None]:
-        """One number a sequence of all that may change, dropout before params; None for what does not."""
-        count, found = len(self._pairs), []
-        if self._spec.dropout is not None:
-            own = [drop_threshold(self._at(number)[1]) for number in range(count)] if self._own_dropout else None
-            found.append(None if own is None else np.asarray(own, np.uint32))
-            found.append(None if own is None else np.asarray([survivor_scale(each) for each in own], np.float32))
+        Threshold and scale of dropout come before params. None stands for a number that all sequences share.
+        """
+        count, threshold = len(self._pairs), None
+        found: list[np.ndarray[Any, Any] | None] = [] if self._spec.dropout is None else [None, None]
+        if self._own_dropout:
+            own = [drop_threshold(self._at(number)[1]) for number in range(count)]
+            found = [np.asarray(own, np.uint32), np.asarray([survivor_scale(each) for each in own], np.float32)]
+            threshold = max(own, default=0)
         for n, param in enumerate(self._spec.params):
             values: np.ndarray[Any, Any] | None = None
             if param.name in self._by_length:
                 dtype = np.float32 if param.type is ScalarType.FLOAT else np.int32
                 values = np.asarray([self._at(number)[0][n] for number in range(count)], dtype)
             found.append(values)
-        return found
+        return [None if x is None else torch.from_numpy(x).to(self._call.device) for x in found], threshold
 
     def _at(self, number: int) -> tuple[tuple[float, ...], float]:
         lens = self._pairs[number]
@@ -79,7 +77,7 @@ class PerSequence:
                 for param, value in zip(params, self._captured.params, strict=True)
                 if param.name not in self._by_length
             }
-            # A sequence without pairs asks for no number that its lengths may not have.
+            # A default may be no number at length 0, and a sequence without pairs does not need it.
             values = param_values(self._spec, given, sizes) if 0 not in lens else dict.fromkeys(self._by_length, 0.0)
             values = {param.name: values.get(param.name, given.get(param.name, 0.0)) for param in params}
             probability = 0.0
@@ -89,8 +87,8 @@ class PerSequence:
         return self._known[lens]
 
 
-def check_numbers(spec: AttentionSpec, given: Sequence[Tensor | None], sizes: Mapping[str, int]) -> None:
-    """Raise ``ValueError`` where a param's default or the drop probability is none at these sizes.
+def check_defaults(spec: AttentionSpec, given: Sequence[Tensor | None], sizes: Mapping[str, int]) -> None:
+    """Raise ``ValueError`` where a param's default or the drop probability has no valid value at these sizes.
 
     ``given`` are the operator's params, then its seed and drop probability where pairs are dropped.
     """

@@ -1,12 +1,12 @@
 """Ragged batches: sequences of any lengths, one behind the other.
 
-On a GPU the host knows neither where these begin nor how long they are, unless a call asks for what follows from
-lengths: its kernels find their sequences by themselves.
+On a GPU the host does not read where sequences begin, unless the call needs something that follows from lengths.
+Kernels find the sequences by themselves.
 
 In: the arguments of the operators that end in ``_varlen``: q [Tq, H, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv], and where
-sequences begin. Out: what an engine runs, which gives o [Tq, H, Dv], lse [H, Tq], gradients. Each sequence means what a
-dense call of it alone means: b is its number, i and j count inside of it, Nq and Nk are its lengths. Captured tensors
-have the shapes of the longest.
+sequences begin. Out: a ``RaggedCall``, of which an engine computes o [Tq, H, Dv], lse [H, Tq] and gradients. Each
+sequence means what a dense call of it alone means: b is its number, i and j count inside of it, Nq and Nk are its
+lengths. Captured tensors have the shapes of the longest.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from flashgen.ir.spec import AttentionSpec
-from flashgen.op.behind import clear_behind
 from flashgen.op.call import CallChecker, Rest, Tensors
 from flashgen.op.checks import check_rows
+from flashgen.op.kind_call import KindCall, OneProblem
 from flashgen.op.lengths import Lengths, lengths, unseen_lengths
-from flashgen.op.taken import OneProblem, Taken
+from flashgen.op.padding_rows import clear_padding_rows
 from flashgen.reference import tiled
 from flashgen.reference.programs import Place
 from flashgen.reference.shard import Shard
@@ -33,7 +33,7 @@ _DERIVATIVES = "derivatives of derivatives are computed sequence by sequence"
 
 
 @dataclass(frozen=True)
-class RaggedCall(Taken):
+class RaggedCall(KindCall):
     """A ragged batch; ``starts`` say where sequences begin, on the device of q."""
 
     found: Lengths
@@ -48,14 +48,14 @@ class RaggedCall(Taken):
 
     def finish(self, o: Tensor, lse: Tensor | None) -> None:
         """Rows behind the last sequence belong to none."""
-        clear_behind(self.found, self.starts, (o,) if lse is None else (o, lse.t()[:, :, None]), ())
+        clear_padding_rows(self.found, self.starts, (o,) if lse is None else (o, lse.t()[:, :, None]), ())
 
     def finish_gradients(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        clear_behind(self.found, self.starts, (dq,), (dk, dv))
+        clear_padding_rows(self.found, self.starts, (dq,), (dk, dv))
 
 
-def take(checker: CallChecker, tensors: Tensors, rest: Rest, derives: bool) -> RaggedCall:
-    """The call of an operator's arguments. ``derives``: the host has to know the lengths, as what runs is no kernel.
+def kind_call(checker: CallChecker, tensors: Tensors, rest: Rest, derives: bool) -> RaggedCall:
+    """The call of an operator's arguments. ``derives``: no kernel runs, so that the host has to read the lengths.
 
     Raises ``TypeError`` and ``ValueError``.
     """
@@ -82,7 +82,7 @@ def take(checker: CallChecker, tensors: Tensors, rest: Rest, derives: bool) -> R
 
 
 def whole_numbers(rows: Sequence[Tensor], starts: Sequence[Tensor], numbers: Sequence[Any]) -> Sequence[Any]:
-    """What shapes are checked with, by the numbers of a call."""
+    """The numbers that shapes are checked with: those of the call, the longest lengths and the count of sequences."""
     q, k, v = rows
     check_rows(q, k, v)
     most: Any = numbers[-2:]
@@ -91,7 +91,7 @@ def whole_numbers(rows: Sequence[Tensor], starts: Sequence[Tensor], numbers: Seq
 
 
 def _of_sequence(q_rows: slice, k_rows: slice, place: Place, x: Any) -> Any:
-    """What the dense problem of a sequence sees of a tensor of the call."""
+    """The view that the dense problem of a sequence has of a tensor of the call."""
     if place is Place.WHOLE or x is None:
         return x
     if place is Place.SUMS:
@@ -100,7 +100,7 @@ def _of_sequence(q_rows: slice, k_rows: slice, place: Place, x: Any) -> Any:
 
 
 def problems(spec: AttentionSpec, batch: Shard, found: Lengths, tensors: Sequence[Tensor]) -> Iterator[OneProblem]:
-    """Each sequence that gives anything."""
+    """The dense problem of each sequence whose results are not zero."""
     for number, q_rows, k_rows in found.sequences():
         shard = of_sequence(batch, number, q_rows, k_rows)
         if not tiled.gives_nothing(spec, shard):
@@ -110,7 +110,7 @@ def problems(spec: AttentionSpec, batch: Shard, found: Lengths, tensors: Sequenc
 
 
 def of_sequence(batch: Shard, number: int, q_rows: slice, k_rows: slice) -> Shard:
-    """One sequence of a batch of them."""
+    """The shard of one sequence of a batch."""
     b_total, h_total, _, _ = batch.totals()
     return Shard(
         batch=1, heads=batch.heads, kv_heads=batch.kv_heads,

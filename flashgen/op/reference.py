@@ -26,10 +26,10 @@ from flashgen.op.checks import check_rows
 from flashgen.op.conversion import offset_arguments
 from flashgen.op.eight_bits import F8, from_8_bits
 from flashgen.op.lengths import lengths
-from flashgen.op.plain import check_tensors, lies_in_memory, refuse_distributed
 from flashgen.op.registered import Registered
 from flashgen.op.selected import check_selection
 from flashgen.op.sharing import check_caches
+from flashgen.op.tensor_kinds import check_tensors, lies_in_memory, refuse_distributed
 from flashgen.reference import dense
 from flashgen.reference.programs import Place
 from flashgen.reference.shard import Shard

@@ -38,8 +38,8 @@ class Registered:
     def derivatives(self) -> tuple[str, ...]:
         """What computes tangents, derivatives of gradients, and the samples of ``torch.vmap``, in words."""
         return (
-            f"tangents: {self.engine.moves}",
-            f"derivatives of gradients and of tangents: {self.engine.moves_backward}",
+            f"tangents: {self.engine.tangents}",
+            f"derivatives of gradients and of tangents: {self.engine.tangent_gradients}",
             f"torch.vmap: {self.batch.describe()}",
         )
 

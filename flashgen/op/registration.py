@@ -2,8 +2,8 @@
 
 In: a name, a ``Signature`` and an ``Engine``. Out: the forward operator. The name carries a hash of what the op
 computes and nothing of how this machine does, so that exported programs find it in other processes. Ops of one name
-may have engines of their own (tiles that were tuned since, a package's sources): plain calls take the op's own, what
-goes by the dispatcher that of the first.
+may have engines of their own (tiles that were tuned since, a package's sources): eager calls run the op's own engine,
+calls through the dispatcher that of the first op.
 
     AutocastCPU, AutocastCUDA   casts q, k, v to the type of the region, captured tensors to their declared ones
     Autograd                    saves for backward; backward calls the backward operator
@@ -26,7 +26,7 @@ from torch.compiler import is_compiling
 from torch.library import Library
 
 from flashgen.hosts.kernel import Node
-from flashgen.op import duals
+from flashgen.op import dual_tensors
 from flashgen.op.call import Attended, Call, Rest, Tensors
 from flashgen.op.conversion import offset_arguments
 from flashgen.op.derivatives import by_operator, tangents_of
@@ -35,9 +35,9 @@ from flashgen.op.fakes import fake_backward, fake_forward
 from flashgen.op.flops import count_flops
 from flashgen.op.mapping import Batch, folded_inputs, has_samples, mapped
 from flashgen.op.node import extension, node_of
-from flashgen.op.plain import check_tensors, has_distributed, is_plain, is_what_it_seems, transforming, with_memory
 from flashgen.op.registered import NAMESPACE, Registered, registry
 from flashgen.op.signature import TORCH_DTYPES
+from flashgen.op.tensor_kinds import check_tensors, has_distributed, have_memory, is_plain, transforming, with_memory
 
 
 def _any_of_them_requires_grad(*args: object) -> bool:
@@ -70,7 +70,7 @@ def register(
 
 @functools.cache
 def library() -> Library:
-    """Of all operators here."""
+    """The library of all operators of flashgen."""
     return Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
@@ -190,7 +190,7 @@ def _gradients(
         try:
             return op.engine.gradients(d_o, (d_lse, *kept) if kept else (None,) * 4, tensors, rest, needs)
         except RuntimeError:  # as in `call`
-            if is_what_it_seems((*arriving, *tensors)):
+            if have_memory((*arriving, *tensors)):
                 raise
     args = (d_o, *((d_lse, *kept) if kept else ()), *tensors)
     if transforming() or has_samples(args):
@@ -237,13 +237,13 @@ def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], determin
                 return result[:2] if return_lse else result
             o, lse, _ = op.engine.attend(tensors, rest, return_lse)
         except (RuntimeError, AttributeError):  # the memory of what has none was asked for, or None for the type of q
-            if is_what_it_seems(tensors) and None not in tensors[:3]:
+            if have_memory(tensors) and None not in tensors[:3]:
                 raise
         else:
             return (o, lse) if return_lse else o
     op = op.first or op  # so that both passes are its engine's
     if forward_ad._current_level >= 0 and not is_compiling():
-        found = duals.attend(op, tensors, rest, Attention.apply)
+        found = dual_tensors.attend(op, tensors, rest, Attention.apply)
         if found is not None:
             return found if return_lse else found[0]
     check_tensors(op.signature.inputs_by_name, tensors)
@@ -255,8 +255,7 @@ def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], determin
     if not is_compiling():
         tensors = with_memory(tensors)
     if transforming():
-        # What they save is what runs: the dispatcher would cast below them.
-        tensors = _cast_for_region(op, tensors)
+        tensors = _cast_for_region(op, tensors)  # autograd saves these: the dispatcher would cast below it
         how = (op, op.attend_below_autograd, rest, op.signature.has_lse)
         result = TransformedAttention.apply(how, *tensors)  # type: ignore[no-untyped-call]
     else:
@@ -280,7 +279,7 @@ def _by_node(op: Registered, tensors: Tensors, rest: Rest) -> Any:
 
 
 def _node_of(op: Registered, known: Call, tensors: Tensors, rest: Rest) -> Node | None:
-    """The node in C++, which asks here for gradients that it cannot give."""
+    """The node in C++, with the Python function that gives gradients where C++ cannot."""
 
     def gradients(d_o: Tensor, kept: Tensors, tensors: Tensors, needs: Sequence[bool]) -> Sequence[Tensor]:
         return _gradients(op, (d_o, None), kept, tensors, rest, needs)
@@ -322,7 +321,7 @@ def _autocast(op: Registered, device: str, *args: Any) -> Any:
 
 
 def _cast_for_region(op: Registered, tensors: Tensors) -> Tensors:
-    """What a region of autocast makes of the tensors of a call, and these where there is none."""
+    """The tensors of a call in the types of a region of autocast; unchanged outside of one."""
     device = tensors[0].device.type
     return _cast(op, device, tensors) if torch.is_autocast_enabled(device) else tensors
 

@@ -1,7 +1,7 @@
 """Makes the bits that kernels read in the place of lists of key blocks (``analysis/selection.py``).
 
 In: captured tensors, and the sizes of the whole problem. Out: tensors of bits on the same device, the same from run to
-run. No number is waited for, and none leads outside of a tensor: one that no block has is none.
+run. The host does not wait for the lists. A number that no block has is left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from flashgen.analysis.selection import TILE, WORD, Selection, selection_of
 from flashgen.ir.expr import Load, walk
 from flashgen.ir.spec import AttentionSpec, Select
-from flashgen.op.plain import lies_in_memory
+from flashgen.op.tensor_kinds import lies_in_memory
 from flashgen.reference.evaluate import Evaluator
 from flashgen.reference.guard import Guard
 
@@ -33,7 +33,7 @@ def lowered_tensors(spec: AttentionSpec, tensors: Mapping[str, Tensor], sizes: M
     if found is None:
         return dict(tensors)
     listed = tensors[found.select.tensor]
-    check_numbers(found.select, listed, sizes)
+    check_listed_blocks(found.select, listed, sizes)
     blocks = -(-sizes["Nk"] // found.select.block)
     made = {found.bits.name: _bits(listed, blocks)}
     if found.tiles is not None:
@@ -43,14 +43,14 @@ def lowered_tensors(spec: AttentionSpec, tensors: Mapping[str, Tensor], sizes: M
 
 
 def check_selection(spec: AttentionSpec, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> None:
-    """The same check where the formula runs, which reads lists as they are."""
+    """``check_listed_blocks`` for the formula, which reads lists as they are."""
     if spec.select is not None:
         listed = [each.name for each in spec.tensors].index(spec.select.tensor)
-        check_numbers(spec.select, tensors[listed], sizes)
+        check_listed_blocks(spec.select, tensors[listed], sizes)
 
 
-def check_numbers(select: Select, listed: Tensor, sizes: Mapping[str, int]) -> None:
-    """Where it is asked for: raise ``ValueError`` for a number that is no block's. It waits for the device."""
+def check_listed_blocks(select: Select, listed: Tensor, sizes: Mapping[str, int]) -> None:
+    """Raise ``ValueError`` for a number that no block has, if ``CHECK_SELECTION`` is set: it waits for the device."""
     if os.environ.get(CHECK_SELECTION, "").strip() in ("", "0"):
         return
     blocks = -(-sizes["Nk"] // select.block)
@@ -87,12 +87,12 @@ def _bits(listed: Tensor, blocks: int) -> Tensor:
 
 
 def _tiles(found: Selection, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], blocks: int) -> Tensor:
-    """Over the axes of the selection, and keys: whether any query of some reads a block of some."""
+    """[axes of the selection, tiles of keys]: whether any query of a tile reads a block of a tile of keys."""
     listed = tensors[found.select.tensor]
     columns, of_a_column = -(-sizes["Nk"] // found.columns), found.columns // found.select.block
     which = _lists_of_tiles(found, tensors, sizes)
     count = which.shape[:-1].numel()
-    # The last column takes what is none.
+    # The last column takes numbers that no block has.
     kept = torch.zeros((count, columns + 1), dtype=torch.bool, device=listed.device)
     if listed.numel() > 0 and which.numel() > 0:
         lists, numbers = listed.reshape(-1, listed.shape[-1]), which.reshape(count, -1)
@@ -160,7 +160,7 @@ def numbers_of_queries(
 
 
 def _pieces(count: int, width: int) -> Iterator[slice]:
-    """Of so many rows those to go through at a time, so that what is made on the way stays small."""
+    """Slices of so many rows of a width, so that temporary tensors stay small."""
     step = max(1, _AT_ONCE // max(1, width))
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
@@ -176,7 +176,7 @@ def _lists(
     numbers: Tensor,
     params: Mapping[str, float] | None = None,
 ) -> Tensor:
-    """Of ``numbers``, which lie as the lists do, those of each query's, over those axes that it depends on."""
+    """The ``numbers``, one a list, of each query's list, over the axes that the list depends on."""
     device = numbers.device
 
     def positions(name: str, axis: int) -> Tensor:
@@ -203,7 +203,7 @@ def _lists(
 
 
 def captured_in_order(spec: AttentionSpec, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
-    """Captured tensors in the order of the spec to those of ``lowered(spec)`` in its own."""
+    """The captured tensors of ``lowered(spec)`` in its order, by those of the spec in the spec's order."""
     named = {each.name: x for each, x in zip(spec.tensors, tensors, strict=True)}
     selection = selection_of(spec)
     found = lowered_tensors(spec, named, sizes)

@@ -1,8 +1,8 @@
-"""Adds a part of the keys to what rows have seen so far, in place: by a kernel on a GPU, else by PyTorch's operators.
+"""Merges attention over parts of the keys into rows, in place: by a kernel on a GPU, else by PyTorch's operators.
 
-In: o and lse of rows, and of the same rows over more keys. Out: those over both. lse is never one number, which would
-hold nothing of weights beside scores near float32's end: it is c top + log. ``top`` is a score from which kernels count
-where scores are extreme, else 0; c makes a natural exponent of it.
+In: o and lse of rows over some keys, and of the same rows over other keys. Out: o and lse over both. lse is kept as two
+numbers, c top + log, as one number would lose the weights beside scores near float32's end. ``top`` is the score that
+kernels subtract where scores are extreme, else 0; c makes a natural exponent of it.
 
     lse = log Σ exp(p lse') / p      o = Σ exp(lse' - lse) o'      p: the power of a denominator that is a plain sum
 """
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from flashgen.hosts.standalone import Standalone
+from flashgen.op.values import address
 
 LOG2_E = 1.0 / math.log(2.0)
 KERNEL = Standalone("add_part")
@@ -24,14 +25,14 @@ KERNEL = Standalone("add_part")
 
 @dataclass(frozen=True)
 class Exponents:
-    """What makes an exponent in base 2 of an extreme score, and p."""
+    """``factor`` makes an exponent in base 2 of an extreme score; ``degree`` is p."""
 
     factor: float
     degree: float
 
     @property
     def natural(self) -> float:
-        """What makes a natural exponent of an extreme score."""
+        """The factor that makes a natural exponent of an extreme score."""
         return self.factor / LOG2_E
 
 
@@ -54,12 +55,12 @@ def first_part(o: Tensor, lse: Tensor, extremes: Tensor | None, exponents: Expon
 
 
 def add_part(rows: Seen, o: Tensor, lse: Tensor, extremes: Tensor | None, exponents: Exponents) -> None:
-    """Add one more, in place; its o is of the type of theirs."""
+    """Merge one more part into rows, in place; its o has the type of theirs."""
     if _has_kernel(rows.o, o, lse):
         return _launch(rows, o, lse, extremes, exponents)
     log, top = exact(lse, extremes)
     before, p = rows.log, exponents.degree
-    # Never by lse itself: that of equal tops cancels, however large they are.
+    # Not by differences of lse: equal tops cancel here, however large they are.
     ahead = (top - rows.top) * exponents.natural + (log - before)
     grown = torch.log1p((-p * ahead.abs()).exp()) / p
     most, least = (-grown).exp(), (-ahead.abs() - grown).exp()
@@ -73,7 +74,7 @@ def add_part(rows: Seen, o: Tensor, lse: Tensor, extremes: Tensor | None, expone
 
 
 def exact(lse: Tensor, extremes: Tensor | None) -> tuple[Tensor, Tensor]:
-    """log and top of rows, float64: their lse, but where it is in parts."""
+    """log and top of rows, float64; of rows without extreme scores log is lse."""
     whole = lse.double()
     if extremes is None:
         return whole, torch.zeros_like(whole)
@@ -96,17 +97,17 @@ class Arguments(ctypes.Structure):
 
 
 def arguments(rows: Seen, o: Tensor | None, lse: Tensor, extremes: Tensor | None, exponents: Exponents) -> Arguments:
-    """Of a launch."""
+    """The arguments of a launch."""
     batch, heads, count, width = rows.o.shape
     return Arguments(
-        rows.o.data_ptr(), 0 if o is None else o.data_ptr(), rows.log.data_ptr(), rows.top.data_ptr(), lse.data_ptr(),
-        0 if extremes is None else extremes.data_ptr(), batch * heads, count, rows.o.stride(1), rows.log.stride(1),
+        rows.o.data_ptr(), address(o), rows.log.data_ptr(), rows.top.data_ptr(), lse.data_ptr(),
+        address(extremes), batch * heads, count, rows.o.stride(1), rows.log.stride(1),
         exponents.factor, exponents.degree, width, 0,
     )  # fmt: skip
 
 
 def _has_kernel(o: Tensor, part: Tensor, lse: Tensor) -> bool:
-    """Whether these lie as the kernel takes them: [B, H] one number, rows together."""
+    """Whether tensors lie as the kernel takes them: one stride for [B, H], rows together."""
     if not o.is_cuda or not o.dtype is part.dtype is lse.dtype is torch.float32 or not part.is_contiguous():
         return False
     batch, heads, rows, width = o.shape

@@ -24,17 +24,13 @@ class _Workspace(NamedTuple):
 
 
 class Workspaces:
-    """Those of an engine: a few small ones are kept between calls."""
+    """The workspaces of an engine: a few small ones are kept between calls."""
 
     def __init__(self) -> None:
-        self._spare: list[_Workspace] = []  # those that no call is using; popping and appending are atomic
-
-    def clear(self) -> None:
-        """Forget those that are kept."""
-        self._spare.clear()
+        self._spare: list[_Workspace] = []  # of no call; popping and appending are atomic
 
     def run(self, call: Call, prepared: Prepared, values: list[float]) -> None:
-        """One pass with the values that vary; the first is still missing, where the workspace lies."""
+        """Run one pass with the values that vary. The first, the address of the workspace, is filled in here."""
         if prepared.by_values is not None:
             prepared = prepared.by_values(values)
         size = prepared.workspace_bytes
@@ -44,7 +40,7 @@ class Workspaces:
         keeps = call.is_on_cpu  # on a GPU the memory belongs to the stream, and PyTorch keeps what is freed
         try:
             workspace = self._spare.pop() if keeps else None
-        except IndexError:  # not asked for before: another thread may take the last one
+        except IndexError:  # to look first would not do: another thread may take the last workspace
             workspace = None
         if workspace is None or workspace.bytes < size:
             memory = torch.empty_strided((size,), (1,), dtype=torch.uint8, device=call.device)

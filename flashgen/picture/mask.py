@@ -26,8 +26,8 @@ from flashgen.ir.expr import Load, index_set, walk
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ScalarType
-from flashgen.op.plain import as_arrays
 from flashgen.op.selected import lowered_tensors
+from flashgen.op.tensor_kinds import as_arrays
 from flashgen.reference.dense import param_values
 from flashgen.reference.evaluate import Evaluator
 from flashgen.reference.guard import Guard

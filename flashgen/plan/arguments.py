@@ -17,7 +17,6 @@ from flashgen.ir.types import ScalarType
 from flashgen.kinds.dense import DENSE, OPERANDS
 from flashgen.kinds.field import Field, operand_field
 from flashgen.kinds.kind import Kind
-from flashgen.kinds.operand import Operand
 
 # The dimensions of a tensor of which each pair has an element of its own, and how it is read.
 _AXES_OF_PAIRS: Mapping[Expr, Expr] = {
@@ -96,7 +95,7 @@ def argument_fields(spec: AttentionSpec, kind: Kind = DENSE) -> tuple[Field, ...
     has_dropout = spec.dropout is not None
     varying = [
         Field("workspace", "pointer", "as many bytes as the _workspace function says"),
-        *(operand_field(_declared(each, kind)) for each in OPERANDS.values()),
+        *(operand_field(kind.operands[name] if kind.rows_as_declared else each) for name, each in OPERANDS.items()),
         *(_dropout() if has_dropout else ()),
         *(_pointer_to(tensor) for tensor in spec.tensors),
         *(_value_of(param) for param in spec.params),
@@ -128,11 +127,6 @@ def fields_of_kind(dense: Sequence[Field], kind: Kind) -> tuple[Field, ...]:
     varying = [each for each in dense if each.varies]
     own = [*kind.pointers, *(_tables(varying) if kind.by_sequence else ())]
     return (*varying, *(dataclasses.replace(each, varies=True) for each in own), *dense[len(varying) :], *kind.sizes)
-
-
-def _declared(dense: Operand, kind: Kind) -> Operand:
-    """An operand of dense calls as the fields of a kind say it."""
-    return kind.operands[dense.name] if kind.rows_as_declared else dense
 
 
 def _tables(varying: Sequence[Field]) -> list[Field]:

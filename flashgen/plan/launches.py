@@ -20,8 +20,7 @@ TURNED_KEYS = 128  # of a block of V of 8 bits, whose columns become rows
 class Factor:
     """⌈size / tile⌉, where ``size`` is the name of an integer field of ``struct Arguments``.
 
-    ``more`` is the name of another that is added: as many sequences one behind the other, ``size`` rows together, have
-    no more tiles.
+    ``more`` names a field that is added: so many sequences, ``size`` rows together, have at most so many tiles more.
     """
 
     size: str
@@ -75,7 +74,7 @@ class Buffer:
 class Box:
     """What one tensor copy brings of ``tensor``, a field of ``struct Arguments``: ``rows`` of ``columns`` elements.
 
-    Of so many bytes each. ``turned``: of the tensor with columns as rows, as it stands at the start of the workspace.
+    ``turned``: of the transposed tensor, which stands at the start of the workspace.
     """
 
     tensor: str
@@ -186,7 +185,7 @@ class Splits:
     least: int
 
     def values(self, sizes: Mapping[str, int], multiprocessors: int) -> dict[str, int]:
-        """All three fields; what follows from sizes and the device alone is the same for each call of a shape."""
+        """The values of all three fields, which follow from the sizes and the device alone."""
         visited = max(self.visited.value(sizes), 1)
         count = sizes[self.field]
         if count == 0:

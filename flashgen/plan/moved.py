@@ -20,9 +20,9 @@ from flashgen.plan.tile_counts import TileCounts
 
 @dataclass(frozen=True)
 class Access:
-    """A kernel reads or writes rows of an operand, each so many ``times``.
+    """A kernel reads or writes rows of an operand, each row so many ``times``.
 
-    ``by_tile``: for every tile that it visits those of the tile, else all of the operand.
+    ``by_tile``: the rows of each tile that it visits; else all rows of the operand.
     """
 
     operand: Operand
@@ -36,7 +36,7 @@ def once(*names: str, of: Mapping[str, Operand] = OPERANDS) -> tuple[Access, ...
 
 
 def by_tile(*names: str) -> tuple[Access, ...]:
-    """Their rows of every tile that is visited."""
+    """The rows of these operands in every tile that is visited."""
     return tuple(Access(OPERANDS[name], by_tile=True) for name in names)
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from flashgen.ir.types import ElementType
 from flashgen.kinds.kind import PassName
-from flashgen.plan.plans import summary
 from flashgen.plan.recipe import Decision
 
 
@@ -103,7 +102,10 @@ class Plan:
     decisions: tuple[Decision, ...] = field(default=(), kw_only=True)
 
     def __repr__(self) -> str:
-        return summary(self)
+        own: Any = self  # each family's plan has a device
+        # Element types that have the same tiles are told together.
+        tiles = dict.fromkeys(f"{name} {tile.Br} × {tile.Bc}" for name, tile in self.passes.items())
+        return f"<plan of {self.spec_name}, head_dim {self.head_dim}, on '{own.device}': {'; '.join(tiles)}>"
 
     def decided(self, about: str) -> tuple[Decision, ...]:
         """The choices that are about this (``forward, bf16``); those that hold for all are about nothing."""

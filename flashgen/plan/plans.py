@@ -36,11 +36,3 @@ class Plans(Mapping[HeadDim, Any]):
 
     def _repr_html_(self) -> str:
         return drawn("plans", self)
-
-
-def summary(plan: Any) -> str:
-    """One line of a plan: its tiles by pass; element types that run the same are told together."""
-    tiles: dict[str, None] = {}
-    for name, tile in plan.passes.items():
-        tiles.setdefault(f"{name} {tile.Br} × {tile.Bc}")
-    return f"<plan of {plan.spec_name}, head_dim {plan.head_dim}, on '{plan.device}': {'; '.join(tiles)}>"

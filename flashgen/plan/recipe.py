@@ -40,11 +40,11 @@ class Decision:
 
     @classmethod
     def by(cls, question: str, choice: str, rule: Rule) -> Decision:
-        """One that follows a rule of thumb."""
+        """A decision that follows a rule of thumb."""
         return cls(question, choice, rule.says, rule.measured, rule.name)
 
     def of(self, about: str) -> Decision:
-        """The same, of a pass and an element type."""
+        """The decision about a pass and an element type."""
         return replace(self, about=about)
 
 

@@ -107,18 +107,7 @@ class PassReport:
             "flops": self.time.flops,
             "special_functions": self.time.specials,
             "kernels": [
-                {
-                    "name": kernel.name,
-                    "seconds": kernel.seconds,
-                    "alone": dict(kernel.alone),
-                    "blocks": kernel.blocks,
-                    "resident": kernel.resident,
-                    "resident_limit": kernel.resident_limit,
-                    "waves": kernel.waves,
-                    "idle": kernel.idle,
-                    "registers": kernel.registers,
-                }
-                for kernel in self.time.kernels
+                {name: x for name, x in vars(kernel).items() if name != "add_up"} for kernel in self.time.kernels
             ],
             "bound": main.bound,
             "hbm_bytes": asdict(self.moved) | {"by_buffer": dict(self.time.hbm)},

@@ -1,10 +1,10 @@
 """How many tiles of each class a pass visits, without looking at pairs, and seldom at tiles one by one.
 
-In: a ``Variant``, a shape or a ``Call``, B_r and B_c. Out: ``TileCounts``. Boxes of tiles are classified by intervals,
-many at a time (``analysis/boxes.py``), and halved only where that does not settle them, so that the work follows the
-border of the mask. Of a shape, beyond ``MOST_CLASSIFIED`` boxes, some rows of tiles stand for all; what its mask reads
-of captured tensors is not known: tiles that depend on it count as PARTIAL, so that counts of visits are the most that a
-call makes. Of a call everything is known, and every tile is counted.
+In: a ``Variant``, a shape or a ``MaskedCall``, B_r and B_c. Out: ``TileCounts``. Boxes of tiles are classified by
+intervals, many at a time (``analysis/boxes.py``). A box of tiles of several classes is halved, so that the work follows
+the border of the mask. For a shape with more than ``MOST_CLASSIFIED`` boxes some rows of tiles stand for all. For a
+shape captured tensors are not known: tiles that depend on them count as PARTIAL, so that counts of visits are the most
+that a call makes. For a call everything is known, and every tile is counted.
 """
 
 from __future__ import annotations
@@ -86,10 +86,10 @@ def tile_counts(variant: Variant, shape: Shape, Br: int, Bc: int) -> TileCounts:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
-    """What the mask of one call is of: the lengths of its shard, where b, h, i and j start, the sizes of the whole.
+class MaskedCall:
+    """The call whose mask is counted: the lengths of its shard, where b, h, i and j start, the sizes of the whole.
 
-    ``params`` and ``loads`` say what it reads.
+    The mask reads ``params``, and captured tensors through ``loads``.
     """
 
     shape: Shape
@@ -99,12 +99,12 @@ class Call:
     loads: LoadRange | None
 
     @classmethod
-    def of_shape(cls, shape: Shape, params: tuple[Param, ...]) -> Call:
-        """One that is the whole, with the params that follow from its sizes."""
+    def of_shape(cls, shape: Shape, params: tuple[Param, ...]) -> MaskedCall:
+        """A call that is the whole problem, with the params that follow from its sizes."""
         return cls(shape, (0, 0, 0, 0), _sizes(shape), known_params(params, shape), None)
 
 
-def counts_of_call(keep: Expr, call: Call, Br: int, Bc: int) -> TileCounts:
+def counts_of_call(keep: Expr, call: MaskedCall, Br: int, Bc: int) -> TileCounts:
     """The tiles of one pass over a call, each as kernels classify it."""
     axes, shape = index_set(keep), call.shape
     batches = range(shape.batch) if "b" in axes else range(min(shape.batch, 1))
@@ -118,7 +118,7 @@ def counts_of_call(keep: Expr, call: Call, Br: int, Bc: int) -> TileCounts:
 
 @functools.lru_cache(maxsize=256)
 def _counted(keep: Expr, params: tuple[Param, ...], shape: Shape, Br: int, Bc: int) -> TileCounts:
-    grid = _Grid(keep, Call.of_shape(shape, params), Br, Bc)
+    grid = _Grid(keep, MaskedCall.of_shape(shape, params), Br, Bc)
     heads, distinct = _heads(keep, shape)
     rows = grid.rows
     sampled = np.arange(rows)
@@ -209,7 +209,7 @@ class _Settled:
 class _Grid:
     """The tiles of one head."""
 
-    def __init__(self, keep: Expr, call: Call, Br: int, Bc: int) -> None:
+    def __init__(self, keep: Expr, call: MaskedCall, Br: int, Bc: int) -> None:
         self.keep, self.call, self.Br, self.Bc = keep, call, Br, Bc
         q_len, kv_len = call.shape.q_len, call.shape.kv_len
         self.rows, self.columns = -(-q_len // Br), -(-kv_len // Bc)

@@ -16,8 +16,8 @@ from flashgen.analysis.grouped import by_groups
 from flashgen.hosts.emulated import SIZE, Counted
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.op import AttentionOp
-from flashgen.op.plain import as_arrays
 from flashgen.op.selected import lowered_tensors, numbers_of_queries
+from flashgen.op.tensor_kinds import as_arrays
 from flashgen.plan.arguments import param_field
 from flashgen.targets.gpu.block_bytes import bytes_of_blocks
 from flashgen.targets.gpu.bytes import bytes_of_call, bytes_of_sequences

@@ -12,7 +12,7 @@ from flashgen.analysis.variant import analyse
 from flashgen.ir.shape import Shape
 from flashgen.language import parse_text
 from flashgen.op.op import AttentionOp
-from flashgen.plan.tile_counts import Call, counts_of_call, tile_counts
+from flashgen.plan.tile_counts import MaskedCall, counts_of_call, tile_counts
 from tests.numeric.helpers import normal
 
 MASKS = {
@@ -73,6 +73,6 @@ def test_tiles_are_those_of_a_constant(name: str, chunk: int) -> None:
             expected = tile_counts(constant, shape, rows, columns)
             found = tile_counts(known, shape, rows, columns)
             assert (found.full, found.partial, found.keys) == (expected.full, expected.partial, expected.keys)
-            call = Call(shape, (0, 0, 0, 0), Call.of_shape(shape, ()).sizes, {"chunk": chunk}, None)
+            call = MaskedCall(shape, (0, 0, 0, 0), MaskedCall.of_shape(shape, ()).sizes, {"chunk": chunk}, None)
             of_call = counts_of_call(given.keep, call, rows, columns)
             assert (of_call.full, of_call.partial, of_call.keys) == (expected.full, expected.partial, expected.keys)

@@ -71,7 +71,7 @@ def test_every_call_asks_how_many_threads_there_are(threads: Any) -> None:
         call = find(inputs, rest)
         kernel = call.kernel
         assert kernel is not None
-        assert call.settled[kernel.layout.slots["threads"] - kernel.layout.varying] == count
+        assert call.fixed[kernel.layout.slots["threads"] - kernel.layout.varying] == count
 
 
 TEAM = """
@@ -97,7 +97,7 @@ def test_threads_of_somebody_elses_team(tmp_path: Path) -> None:
     packed = []
     for o, workspace in zip(found, memory, strict=True):
         pointers = [x.data_ptr() for x in (workspace, q, k, v, o)]
-        packed.append(kernel.layout.pack(*pointers, *[0] * (kernel.layout.varying - 5), *call.settled))
+        packed.append(kernel.layout.pack(*pointers, *[0] * (kernel.layout.varying - 5), *call.fixed))
     in_team(kernel.find("forward", {})[0], (ctypes.c_char_p * 2)(*packed))
     assert all(torch.equal(o, expected) for o in found)
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashgen.hosts.emulator import DeviceMemory, EmulatorError, FaultKind, Program, compile_program
 from flashgen.hosts.standalone import grid
-from flashgen.op.appending import KERNEL, Arguments, Rows, append, arguments
+from flashgen.op.appending import KERNEL, AppendedRows, Arguments, append, arguments
 from flashgen.op.cached import Cache, cache_of
 from flashgen.op.eight_bits import F8
 
@@ -195,8 +195,8 @@ def test_a_check_that_is_missing_is_seen(check: str, lengths: list[int], entries
 
 
 def test_what_crosses_to_the_kernel() -> None:
-    assert ctypes.sizeof(Rows) == 3 * 8 + 8 * 8 + 4 * 4
-    assert ctypes.sizeof(Arguments) == 2 * ctypes.sizeof(Rows) + 4 * 8 + 3 * 8 + 4 * 4
+    assert ctypes.sizeof(AppendedRows) == 3 * 8 + 8 * 8 + 4 * 4
+    assert ctypes.sizeof(Arguments) == 2 * ctypes.sizeof(AppendedRows) + 4 * 8 + 3 * 8 + 4 * 4
 
 
 def test_lengths_are_checked_of_a_cache_that_leaves_out_numbers() -> None:

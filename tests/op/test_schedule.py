@@ -18,7 +18,7 @@ from flashgen.hosts.counters import Counters
 from flashgen.hosts.cuda import CudaKernel, CupyDriver
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.lists import LIST_BYTES, ListCache
-from flashgen.hosts.schedule import MOST_ELEMENTS, Compiled, DeviceSize, Part, is_readable, schedule
+from flashgen.hosts.schedule import MOST_ELEMENTS, CallPart, Compiled, DeviceSize, is_readable, schedule
 from flashgen.hosts.tensor_maps import TensorMap, emulated
 from flashgen.ir.spec import HeadDim
 from flashgen.language import parse_text
@@ -325,7 +325,7 @@ def test_lists_of_a_call_lie_in_its_workspace() -> None:
     layout = ArgumentLayout(cuda_fields(decide(analyse(SALTED, HEAD_DIM))))
     base = {name: value for name, value in LAYOUT.named(values()).items() if name in layout.slots}
 
-    def parts(readers: int, most: int = MOST_ELEMENTS, *, eager: bool = False, **known: float) -> Sequence[Part]:
+    def parts(readers: int, most: int = MOST_ELEMENTS, *, eager: bool = False, **known: float) -> Sequence[CallPart]:
         filled = layout.values(base | known)
         found = schedule(own_lists(readers), layout, HEAD_DIM, filled, SIZE, most, eager=eager)
         assert found.workspace_bytes == max(part.workspace_bytes for part in found.parts)

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from flashgen.analysis.variant import analyse
-from flashgen.compiler.answers import answers_of
 from flashgen.compiler.building import build_file
 from flashgen.compiler.compiled import compiled
 from flashgen.compiler.package.gpu import packaged
 from flashgen.compiler.package.manifest import Manifest
 from flashgen.compiler.reading import read_file
+from flashgen.compiler.verdicts import verdicts_of
 from flashgen.diagnostics import SpecError
 from flashgen.kinds.kind import BOTH
 from flashgen.store import gallery
@@ -33,8 +33,8 @@ pytestmark = needs_nvrtc
 @pytest.mark.parametrize(("name", "target"), BUILDS)
 def test_a_package_has_the_binaries_of_all_usual_calls(name: str, target: str, tmp_path: Path) -> None:
     (spec,) = read_file(name).specs
-    (answer,) = answers_of(spec, [GPUS[target]])
-    if not answer.takes:
+    (verdict,) = verdicts_of(spec, [GPUS[target]])
+    if not verdict.takes:
         with pytest.raises(SpecError):
             build_file(name, output=tmp_path, targets=(target,))
         return

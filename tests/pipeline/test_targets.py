@@ -127,7 +127,7 @@ def test_a_family_more_is_built_and_checked(file: Path, tmp_path: Path) -> None:
     written = json.loads((result.folder / "manifest.json").read_text())
     assert [each["target"] for each in written["kernels"]] == ["listing", "listing"]
     assert not build_file(file, output=tmp_path / "generated", targets=["listing"], check=True)[0].changed
-    assert "listing" in {each.target for each in check_file(file).answers}
+    assert "listing" in {each.target for each in check_file(file).verdicts}
     outcome = command("check", file, "--target", "listing")
     assert outcome.code == 0, outcome
 

@@ -19,7 +19,7 @@ from flashgen.ir.shape import Shape
 from flashgen.language import parse_file
 from flashgen.plan import tile_counts as module
 from flashgen.plan.arguments import argument_fields
-from flashgen.plan.tile_counts import Call, counts_of_call, tile_counts
+from flashgen.plan.tile_counts import MaskedCall, counts_of_call, tile_counts
 from flashgen.targets.gpu.bytes import bytes_of_call, bytes_of_shape, counted
 from flashgen.targets.gpu.launches import backward_launches, forward_launches
 from flashgen.targets.registry import GPUS
@@ -109,7 +109,7 @@ def test_a_call_finds_what_looking_finds(body: str, rng: np.random.Generator) ->
     sizes = {"B": 3, "H": 4, "Hkv": 2, "Nq": 190, "Nk": 221}
     doc = np.sort(rng.integers(0, 5, (3, 221)), axis=1)
     captured = {"doc": doc, "until": rng.integers(0, 221, (3, 4)), "blocks": rng.random((4, 8, 8)) < 0.2}
-    call = Call(shape, (1, 2, 40, 16), sizes, {"w": -30}, loads_of_kernels(captured))
+    call = MaskedCall(shape, (1, 2, 40, 16), sizes, {"w": -30}, loads_of_kernels(captured))
     for Br, Bc in ((32, 48), (64, 16)):
         counts, found = counts_of_call(keep, call, Br, Bc), np.zeros((2, 2, -(-150 // Br), -(-205 // Bc)), dtype=bool)
         for b, h, row, column in np.ndindex(*found.shape):
@@ -130,7 +130,7 @@ def test_a_call_computes_what_no_position_changes(signed: int, visited: int) -> 
     """Its value, as kernels do: a range of atan(0.0) holds more than 0."""
     keep = variant("head_dim 16 param signed: i32 mask 0.0 != atan(-5.0 + 5.0 * (signed % 2)) + 0.1 - 0.1").keep
     sizes = {"B": 1, "H": 1, "Hkv": 1, "Nq": 20, "Nk": 20}
-    call = Call(Shape(1, 1, 1, 20, 20), (0, 0, 0, 0), sizes, {"signed": signed}, loads_of_kernels({}))
+    call = MaskedCall(Shape(1, 1, 1, 20, 20), (0, 0, 0, 0), sizes, {"signed": signed}, loads_of_kernels({}))
     assert counts_of_call(keep, call, 16, 16).visited == visited
 
 

@@ -15,9 +15,9 @@ import torch
 
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.compiler import tuned
-from flashgen.compiler.choice import planned, tile_choices
 from flashgen.compiler.compiled import compiled
 from flashgen.compiler.pipeline import plan_file
+from flashgen.compiler.tile_choices import planned, tile_choices
 from flashgen.compiler.tuned import TunedStore
 from flashgen.hosts.cpu_backend import CpuProvider
 from flashgen.ir.shape import Shape

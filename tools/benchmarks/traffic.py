@@ -20,7 +20,7 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.kinds.kind import PassName
-from flashgen.op.plain import as_arrays
+from flashgen.op.tensor_kinds import as_arrays
 from flashgen.plan.arguments import argument_fields, gradient_field, param_field
 from flashgen.plan.measured import PASSES, Pins
 from flashgen.plan.paper import (

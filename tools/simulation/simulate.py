@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from flashgen.analysis.masked_score import conjuncts
 from flashgen.analysis.variant import Variant
-from flashgen.compiler.choice import planned_at
+from flashgen.compiler.tile_choices import planned_at
 from flashgen.distributed.blocks import MOST_BLOCKS, MOST_ROWS, Mask, cuts, kept
 from flashgen.distributed.needs import are_few
 from flashgen.distributed.partition import Partition, dealt, pairs_of

@@ -43,7 +43,10 @@ def libraries(folder: Path, manifest: Manifest, spec: AttentionSpec) -> dict[Hea
         if edited or not library.is_file() or digest(library.read_bytes()) != manifest.files.get(binary.file):
             raise NoLibrary(f"'{edited or binary.file}' of the package is missing or was edited")
         _check_fits(binary)
-        found[head_dim] = Library(folder / binary.file, _plan(binary, manifest.name, kernel.head_dim))
+        why = f"compiled when the package was built, by {binary.compiler}"
+        tiles = tiles_from_json(binary.tiles or {})
+        plan = CpuPlan(manifest.name, kernel.head_dim, binary.sram_bytes or 0, (why,), (), "local", tiles)
+        found[head_dim] = Library(library, plan)
     return found
 
 
@@ -59,9 +62,3 @@ def _check_fits(binary: ManifestBinary) -> None:
         raise NoLibrary(
             f"'{binary.file}' was compiled for a CPU with {quoted_list(absent, 'and')}, which this one lacks"
         )
-
-
-def _plan(binary: ManifestBinary, name: str, head_dim: str) -> CpuPlan:
-    tiles = tiles_from_json(binary.tiles or {})
-    why = f"compiled when the package was built, by {binary.compiler}"
-    return CpuPlan(name, head_dim, binary.sram_bytes or 0, (why,), (), "local", tiles)

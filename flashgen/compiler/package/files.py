@@ -46,8 +46,16 @@ def package_files(spec: AttentionSpec, kernels: Sequence[tuple[KernelSource, Pac
     files = {name: text.encode() for name, text in texts.items()}
     packed = [each for _, each in kernels]
     files |= {image.described.file: image.content for each in packed for image in each.binaries}
-    digests = {name: digest(content) for name, content in sorted(files.items())}
-    return {**files, FILE_NAME: _manifest(spec, packed, digests).encode()}
+    manifest = Manifest(
+        name=spec.name,
+        sha256=spec_digest(spec),
+        kernels=tuple(each.kernel for each in packed if each.kernel is not None),
+        gpu_kernels=tuple(kernel for each in packed for kernel in each.kernels),
+        gpu_sources=tuple(each.described for each in packed if each.described is not None),
+        binaries=tuple(image.described for each in packed for image in each.binaries),
+        files={name: digest(content) for name, content in sorted(files.items())},
+    )
+    return {**files, FILE_NAME: manifest.to_json().encode()}
 
 
 def _portable(spec: AttentionSpec) -> AttentionSpec:
@@ -65,22 +73,6 @@ def _portable(spec: AttentionSpec) -> AttentionSpec:
 
 def _spec_file(spec: AttentionSpec) -> str:
     return f"{spec.name}.attn"
-
-
-def _manifest(
-    spec: AttentionSpec,
-    packed: Sequence[Packed],
-    files: Mapping[str, str],
-) -> str:
-    return Manifest(
-        name=spec.name,
-        sha256=spec_digest(spec),
-        kernels=tuple(each.kernel for each in packed if each.kernel is not None),
-        gpu_kernels=tuple(kernel for each in packed for kernel in each.kernels),
-        gpu_sources=tuple(each.described for each in packed if each.described is not None),
-        binaries=tuple(image.described for each in packed for image in each.binaries),
-        files=files,
-    ).to_json()
 
 
 def _module(spec: AttentionSpec) -> str:

@@ -24,11 +24,19 @@ class DeviceMemory:
 
     def allocate(self, name: str, size: int) -> int:
         """The address of a new allocation."""
-        return self._place(name, size, b"\xff" * size)
+        return self.put(name, b"\xff" * size)
 
     def put(self, name: str, data: bytes) -> int:
         """The address of a new allocation with this content."""
-        return self._place(name, len(data), data)
+        if name in self._sizes:
+            raise ValueError(f"'{name}' is already allocated")
+        size = len(data)
+        whole = -(-size // _ALIGNMENT) * _ALIGNMENT + 2 * _GAP
+        self._maps[name] = mmap.mmap(-1, whole)
+        self._maps[name][_GAP : _GAP + size] = data
+        self._views[name] = (ctypes.c_char * whole).from_buffer(self._maps[name])
+        self._sizes[name] = size
+        return self.address(name)
 
     def bytes_of(self, name: str) -> bytes:
         """The content of an allocation."""
@@ -42,13 +50,3 @@ class DeviceMemory:
     def allocations(self) -> Mapping[str, tuple[int, int]]:
         """Address and bytes by name, for a launch."""
         return {name: (self.address(name), size) for name, size in self._sizes.items()}
-
-    def _place(self, name: str, size: int, data: bytes) -> int:
-        if name in self._sizes:
-            raise ValueError(f"'{name}' is already allocated")
-        whole = -(-size // _ALIGNMENT) * _ALIGNMENT + 2 * _GAP
-        self._maps[name] = mmap.mmap(-1, whole)
-        self._maps[name][_GAP : _GAP + size] = data
-        self._views[name] = (ctypes.c_char * whole).from_buffer(self._maps[name])
-        self._sizes[name] = size
-        return self.address(name)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashgen.op.same import Same
+from flashgen.op.unchanged import UnchangedTensor
 
 _DIFFERENT = (
     "'cu_seq_lens_q' and 'cu_seq_lens_k' say different lengths; a causal or sliding mask is supported where queries "
@@ -29,7 +29,7 @@ def packed(q_ends: Tensor, k_ends: Tensor, lengths: tuple[int, int], *, is_order
     """
     if not (_is_remembered(q_ends) and _is_remembered(k_ends)):
         return _packed(q_ends, k_ends, lengths, is_ordered)
-    key = (Same(q_ends), Same(k_ends), lengths, is_ordered)
+    key = (UnchangedTensor(q_ends), UnchangedTensor(k_ends), lengths, is_ordered)
     for known, documents in _LAST:
         if known == key:
             return documents

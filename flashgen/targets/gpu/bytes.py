@@ -22,7 +22,7 @@ from flashgen.ir.shape import Shape
 from flashgen.kinds.cached import ARRIVALS
 from flashgen.kinds.dense import DENSE, OPERANDS
 from flashgen.plan.launches import PassLaunches
-from flashgen.plan.tile_counts import Call, counts_of_call, tile_counts
+from flashgen.plan.tile_counts import MaskedCall, counts_of_call, tile_counts
 from flashgen.targets.gpu.block_bytes import BLOCK_BUFFERS
 from flashgen.targets.gpu.call_values import params_of_values, sizes_of_values, starts_of_values
 from flashgen.targets.gpu.kernel_bytes import DELTA, KERNELS, LSE_PARTS, TURNED, KernelBytes
@@ -78,7 +78,7 @@ def bytes_of_call(
     shape = Shape(*(int(values[each]) for each in ("batch", "heads", "kv_heads", "q_len", "kv_len")))
     sizes, params = sizes_of_values(values), params_of_values(variant.spec, values)
     keep, seen = by_position(variant.keep, captured, sizes, params)
-    call = Call(
+    call = MaskedCall(
         shape=shape,
         starts=starts_of_values(values),
         sizes=sizes,

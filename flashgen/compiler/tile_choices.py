@@ -1,9 +1,9 @@
-"""Which tiles a call takes: what was measured near its shape, else what the model says of it, else the planner's own.
+"""Which tiles a call takes: those measured near its shape, else those that the model predicts, else the planner's own.
 
-In: a ``Variant``, the device, an element type, a shape. Out: ``Pins``, which ``compiled`` takes. What is stored is read
-once, when an op is made, so that a call takes the same plan as long as its op lives. ``flashgen tune`` leaves one
-``Tuning`` for each class of shapes; the nearest one speaks for a call, unless a size is more than a factor of four
-away. Elsewhere GPUs go by their ``by_shape.py``. CPUs have one plan for all lengths: another one is another library,
+In: a ``Variant``, the device, an element type, a shape. Out: ``Pins``, which ``compiled`` takes. Tunings are read once,
+when an op is made, so that a call takes the same plan as long as its op lives. ``flashgen tune`` leaves one ``Tuning``
+for each class of shapes. A call takes the nearest tuning, unless a size is more than a factor of four away. Without a
+tuning GPUs ask the model (their ``by_shape.py``). CPUs have one plan for all lengths: another plan is another library,
 seconds to compile, and gains in short calls alone (``tools/benchmarks/README.md``, "Tiles by length").
 """
 
@@ -37,18 +37,18 @@ class TileChoices(Generic[PlanT, BinaryT]):
 
     @property
     def target(self) -> Target[PlanT, BinaryT]:
-        """What is compiled for."""
+        """The target of the device."""
         return family_of(self.device).target(self.device)
 
     def usual(self, element: ElementType | None = None) -> Pins:
-        """Where no shape is given: what was tuned last, else the planner's own."""
+        """The tiles where no shape is given: those tuned last, else the planner's own."""
         known = [(tuning.time, pins) for tuning, pins in self.tunings if self._is_for(tuning, element)]
         if known:
             return max(known, key=lambda each: each[0])[1]
         return replace(PLANNERS_OWN, reasons=self.remarks)
 
     def of_call(self, element: ElementType, shape: Shape) -> Pins:
-        """What a call of this shape takes; remembered for its class."""
+        """The tiles of a call of this shape, remembered for its class."""
         key = (ShapeClass.of(shape, element), shape.heads // max(shape.kv_heads, 1))
         if key not in self._known:
             self._known[key] = self._of_class(*key)
@@ -66,7 +66,7 @@ class TileChoices(Generic[PlanT, BinaryT]):
         if self.by_length:
             try:
                 found = family_of(self.device).by_length(self.device, self.variant, element)
-            except SpecError:  # said by whoever compiles
+            except SpecError:  # compiling raises it again
                 found = None
             if found is not None:
                 return found.of_class(shape_class, group)
@@ -96,8 +96,10 @@ def tile_choices(variant: Variant, device: Device, identity: str | None = None) 
             continue
         if tuning.passes:
             found.append((tuning, pins))
-    if not known:
-        remarks += _unused(store.of_other_versions(variant, identity))
+    older = () if known else store.of_other_versions(variant, identity)
+    if older:
+        kept = f"tuned tiles of flashgen {', '.join(older)} are kept and not used by {__version__}"
+        remarks.append(f"{kept}: run `flashgen tune` again")
     return TileChoices(variant, device, tuple(found), tuple(remarks))
 
 
@@ -115,10 +117,3 @@ def planned_at(variant: Variant, device: Device, shape: Shape) -> Any:
     by_element = {each: choices.of_call(each, shape) for each in own.elements_apart}
     plans = {each: with_reasons(compiled(variant, target, pins).plan, pins) for each, pins in by_element.items()}
     return own.joined({each: (plan, plan) for each, plan in plans.items()})
-
-
-def _unused(versions: tuple[str, ...]) -> tuple[str, ...]:
-    if not versions:
-        return ()
-    old = ", ".join(versions)
-    return (f"tuned tiles of flashgen {old} are kept and not used by {__version__}: run `flashgen tune` again",)

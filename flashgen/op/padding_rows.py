@@ -1,7 +1,7 @@
-"""Rows behind the last sequence of a ragged batch, which belong to none: o, lse and gradients of them are 0.
+"""Padding rows: those behind the last sequence of a ragged batch. Their o, lse and gradients are 0.
 
-In: what kernels wrote of the rows of sequences. Out: the same with zeros behind these. On a GPU a kernel looks where
-the last sequence ends, as the host does not know.
+In: tensors in which kernels wrote the rows of sequences. Out: the same tensors with zeros in the padding rows. On a GPU
+a kernel reads where the last sequence ends, as the host does not know.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class Cleared(ctypes.Structure):
     _fields_ = (("of", Behind * 3), ("count", ctypes.c_int64), ("warps", ctypes.c_int64))
 
 
-def clear_behind(found: Lengths, starts: tuple[Tensor, Tensor], of_q: Sequence[Tensor], of_k: Sequence[Tensor]) -> None:
-    """Write zeros to the rows behind those of all sequences, in tensors [rows, H, width] of q, and of k."""
+def clear_padding_rows(
+    found: Lengths, starts: tuple[Tensor, Tensor], of_q: Sequence[Tensor], of_k: Sequence[Tensor]
+) -> None:
+    """Write zeros to the padding rows of tensors [rows, H, width], by the starts of q and by those of k."""
     if found.starts is None and starts[0].is_cuda:
         packed = arguments([(x, starts[0]) for x in of_q] + [(x, starts[1]) for x in of_k])
         KERNEL.launch(starts[0].device.index, packed, WARPS)
@@ -51,16 +53,16 @@ def clear_behind(found: Lengths, starts: tuple[Tensor, Tensor], of_q: Sequence[T
 
 
 def arguments(cleared: Sequence[tuple[Tensor, Tensor]]) -> Cleared:
-    """Of a launch: tensors, each with where sequences begin among its rows."""
+    """The arguments of a launch, by tensors, each with the starts of sequences among its rows."""
     layouts = tuple([(x.shape, x.stride(), x.element_size()) for x, _ in cleared])
-    packed = Cleared.from_buffer_copy(_settled(layouts))
+    packed = Cleared.from_buffer_copy(_fixed(layouts))
     for place, (x, starts) in zip(packed.of, cleared, strict=False):
         place.at, place.end = x.data_ptr(), starts.data_ptr() + 4 * (starts.shape[0] - 1)
     return packed
 
 
 @functools.lru_cache(maxsize=512)
-def _settled(layouts: tuple[tuple[Sequence[int], Sequence[int], int], ...]) -> bytes:
-    """All but addresses."""
+def _fixed(layouts: tuple[tuple[Sequence[int], Sequence[int], int], ...]) -> bytes:
+    """The bytes of ``Cleared`` without addresses."""
     places = [Behind(0, 0, *shape, *strides, size) for shape, strides, size in layouts]
     return bytes(Cleared((Behind * 3)(*places), len(places), WARPS))

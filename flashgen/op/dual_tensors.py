@@ -1,8 +1,8 @@
-"""A call of tensors with tangents: one kernel gives o, lse and what both change by.
+"""Calls of dual tensors: one kernel gives o, lse and their tangents.
 
-In: an op, the tensors of a call, some of them dual. Out: o and lse, dual; None where a call is not as plain as that,
-and is left to the op's autograd functions, which compute tangents apart (``derivatives.py``). Those of
-``torch.func.jvp`` are of one level above plain tensors: what is computed below it is lifted.
+In: an op, the tensors of a call, some of them dual. Out: o and lse, dual; None for calls under autocast or under other
+transforms, which the op's autograd functions take and compute tangents apart (``derivatives.py``). Under
+``torch.func.jvp`` tensors are wrapped once: the kernel runs on the tensors inside, and its results are wrapped again.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.autograd import forward_ad
 
 from flashgen.op.call import Rest
 from flashgen.op.derivatives import How, differentiable, typed_as
-from flashgen.op.plain import lies_in_memory, with_memory
 from flashgen.op.registered import Registered
+from flashgen.op.tensor_kinds import lies_in_memory, with_memory
 
-# ``Attention.apply`` of an op, what computes o, lse and its parts, and the rest of a call.
+# ``Attention.apply``, which makes o and lse differentiable.
 Apply = Callable[..., Any]
 
 
@@ -31,7 +31,7 @@ Apply = Callable[..., Any]
 # the address alone.
 @_disable_dynamo
 def attend(op: Registered, tensors: Sequence[Any], rest: Rest, apply: Apply) -> tuple[Tensor, Tensor | None] | None:
-    """o and lse (None: there is none) of dual tensors; None where others have to compute them."""
+    """o and lse (None: there is none) of dual tensors; None where autograd functions have to compute them."""
     if _is_any_autocast_enabled():
         return None
     stack = get_interpreter_stack()
@@ -60,11 +60,11 @@ def attend(op: Registered, tensors: Sequence[Any], rest: Rest, apply: Apply) -> 
 def _attended(
     op: Registered, own: Sequence[Any], tangents: Sequence[Tensor | None], rest: Rest, apply: Apply
 ) -> Sequence[Any] | None:
-    """o and its tangent, lse and its tangent, differentiable by all that requires it."""
+    """o and its tangent, lse and its tangent, differentiable by all tensors that require gradients."""
     own, tangents = with_memory(own), with_memory(typed_as(own, tangents))
     if not lies_in_memory((*own, *tangents)):
         return None
-    found = op.engine.attend_and_move(own, tangents, rest)
+    found = op.engine.attend_tangents(own, tangents, rest)
     if found is None or found.o is None:
         return None
     watched = is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in (*own, *tangents))
@@ -80,7 +80,7 @@ def _attended(
     return o, t_o, lse, t_lse[0] if t_lse else None
 
 
-# As ``forward_ad`` does it, less what it makes sure of each time: whoever made duals has been there before.
+# As ``forward_ad`` does it, without its checks, which were made when the duals were made.
 
 
 def _unpacked(tensors: Sequence[Any]) -> tuple[list[Any], list[Tensor | None]]:

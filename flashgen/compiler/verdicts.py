@@ -1,7 +1,7 @@
-"""What each target says of a spec: that it takes it, or what it refuses and leaves out, with the place.
+"""The verdict of each target on a spec: whether it takes the spec, or what it refuses and leaves out, with the place.
 
-In: an ``AttentionSpec``, targets. Out: an ``Answer`` of each; diagnostics. Nothing is emitted: a target that plans
-every head dimension takes the spec.
+In: an ``AttentionSpec``, targets. Out: a ``Verdict`` of each target; diagnostics. Nothing is emitted: a target that
+plans every head dimension takes the spec.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flashgen.targets.protocol import AnyTarget
 
 
 @dataclass(frozen=True)
-class Answer:
+class Verdict:
     """One target on one attention: why it refuses a head dimension, and what of the schedule means nothing there."""
 
     target: str
@@ -31,13 +31,13 @@ class Answer:
         return not self.refused
 
 
-def answers_of(spec: AttentionSpec, targets: Sequence[AnyTarget]) -> list[Answer]:
-    """What each target says."""
+def verdicts_of(spec: AttentionSpec, targets: Sequence[AnyTarget]) -> list[Verdict]:
+    """The verdict of each target."""
     variants = [analyse(spec, each) for each in spec.head_dims]
-    return [_answer(spec, variants, each) for each in targets]
+    return [_verdict(spec, variants, each) for each in targets]
 
 
-def _answer(spec: AttentionSpec, variants: Sequence[Variant], target: AnyTarget) -> Answer:
+def _verdict(spec: AttentionSpec, variants: Sequence[Variant], target: AnyTarget) -> Verdict:
     refused: dict[Diagnostic, None] = {}
     left_out: dict[Diagnostic, None] = {}
     for variant in variants:
@@ -48,26 +48,26 @@ def _answer(spec: AttentionSpec, variants: Sequence[Variant], target: AnyTarget)
             continue
         place = spec.schedule.span or spec.span
         left_out |= dict.fromkeys(Diagnostic("W506", each, place) for each in target.leaves_out(variant))
-    return Answer(target.name, spec.name, tuple(refused), tuple(left_out))
+    return Verdict(target.name, spec.name, tuple(refused), tuple(left_out))
 
 
-def warnings_of(answers: Sequence[Answer]) -> tuple[Diagnostic, ...]:
-    """What some targets refuse, and leave out, once for all that say the same."""
-    refused = (replace(each, code="W505") for each in errors_of(answers))
-    return (*refused, *_merged(answers, "left out by", lambda each: each.left_out))
+def warnings_of(verdicts: Sequence[Verdict]) -> tuple[Diagnostic, ...]:
+    """Warnings of what some targets refuse or leave out, one for all targets that say the same."""
+    refused = (replace(each, code="W505") for each in errors_of(verdicts))
+    return (*refused, *_merged(verdicts, "left out by", lambda each: each.left_out))
 
 
-def errors_of(answers: Sequence[Answer]) -> tuple[Diagnostic, ...]:
-    """The refusals, where nobody makes up for them."""
-    return _merged(answers, "refused by", lambda each: each.refused)
+def errors_of(verdicts: Sequence[Verdict]) -> tuple[Diagnostic, ...]:
+    """The refusals as errors, for specs that no target takes, or a named one does not."""
+    return _merged(verdicts, "refused by", lambda each: each.refused)
 
 
 def _merged(
-    answers: Sequence[Answer], verb: str, said: Callable[[Answer], Sequence[Diagnostic]]
+    verdicts: Sequence[Verdict], verb: str, said: Callable[[Verdict], Sequence[Diagnostic]]
 ) -> tuple[Diagnostic, ...]:
     """Each message once, with the targets that say so and the notes of the first of them."""
     found: dict[Diagnostic, dict[str, Diagnostic]] = {}
-    for each in answers:
+    for each in verdicts:
         for diagnostic in said(each):
             found.setdefault(replace(diagnostic, notes=(), hints=()), {})[each.target] = diagnostic
     merged = []

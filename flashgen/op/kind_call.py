@@ -1,7 +1,7 @@
-"""A call as an engine runs it.
+"""A call of some kind, as an engine runs it.
 
-In: what a kind makes of its operator's tensors (``ragged.py``, ``cached.py``, ``f8.py``), or a dense call. Out: the
-tensors of a dense call, values of the kind's own fields, and the dense problems that the call is made of.
+In: an operator's tensors, as ``ragged.py``, ``cached.py`` and ``f8.py`` read them, or a dense call. Out: the tensors of
+a dense call, the values of the kind's fields, and the dense problems that the call is made of.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ from flashgen.reference import tiled
 from flashgen.reference.programs import Place
 from flashgen.reference.shard import Shard
 
-# What one problem of a call sees of a tensor that has a place: a view.
+# Gives the view that one problem has of a tensor of the call, by the tensor's place.
 View = Callable[[Place, Any], Any]
-
-
-# A dense problem of a call: the number of its sequence, where it lies, q, k and v, and what it sees.
+# A dense problem of a call: the number of its sequence, its shard, q, k and v, and its view.
 OneProblem = tuple[int, Shard, Tensors, View]
 
 
 @dataclass(frozen=True)
-class Taken:
-    """The call; ``rest`` is what the checker finds it by. ``pointers`` are the values of the kind's pointers."""
+class KindCall:
+    """A checked call, its tensors and last arguments. ``pointers`` are the values of the kind's pointer fields."""
 
     call: Call
     tensors: Tensors
@@ -42,19 +40,19 @@ class Taken:
         return ()
 
     def problems(self, spec: AttentionSpec) -> Iterator[OneProblem]:
-        """Those that give anything: one, but of kinds by sequence."""
+        """The problems whose results are not zero: one, or one for each sequence."""
         if not tiled.gives_nothing(spec, self.call.shard):
             yield 0, self.call.shard, self.tensors, _all_of
 
-    def widened(self, dtypes: Sequence[torch.dtype]) -> Tensors | None:  # noqa: ARG002 - of 8 bits
-        """What dense calls take in their place where there is no kernel, in one of these types; None: the same."""
+    def widened(self, dtypes: Sequence[torch.dtype]) -> Tensors | None:  # noqa: ARG002 - subclasses read it
+        """Tensors in one of these types for a dense call where no kernel takes 8 bits; None for other kinds."""
         return None
 
     def finish(self, o: Tensor, lse: Tensor | None) -> None:
-        """Write what kernels leave out of o and lse."""
+        """Write the rows of o and lse that kernels leave out."""
 
     def finish_gradients(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """The same of gradients."""
+        """Write the rows of gradients that kernels leave out."""
 
 
 def _all_of(_place: Place, x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A call that is to be explained, not run: what hosts are told of it."""
+"""A call that is to be explained, not run, as the op hands it to a host."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from flashgen.reference.shard import Shard
 
 
 @dataclass(frozen=True)
-class AskedCall:
+class ExplainedCall:
     """A call to explain.
 
-    ``sizes`` are the numbers that the spec's sizes stand for, ``shard`` says where the call lies in the whole problem,
-    ``index`` is that of its device, ``threads`` those that a CPU would run. ``values`` are those of ``struct
-    Arguments`` by name, without addresses: pointers that kernels compare with null are 0 or 1. ``params`` are the
-    values that the host knows.
+    ``sizes`` are the numbers of the spec's sizes, ``shard`` says where the call lies in the whole problem, ``index`` is
+    the number of its device, ``threads`` how many a CPU would run. ``values`` are the fields of ``struct Arguments`` by
+    name, without addresses: pointers that kernels compare with null are 0 or 1. ``params`` are the params that the host
+    knows.
     """
 
     head_dim: HeadDim

@@ -7,17 +7,17 @@ import weakref
 from torch import Tensor
 
 
-class Same:
-    """A tensor, as it is now: equal to what was made of it while PyTorch counts nothing that is written to it.
+class UnchangedTensor:
+    """A tensor as it is now: equal to another record of the same tensor if nothing was written in between.
 
-    Not for tensors of inference mode, which nobody counts for.
+    PyTorch counts writes, but not those to tensors of inference mode.
     """
 
     def __init__(self, x: Tensor) -> None:
         self._tensor, self._version = weakref.ref(x), x._version
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Same):
+        if not isinstance(other, UnchangedTensor):
             return NotImplemented
         x = self._tensor()
         return x is not None and x is other._tensor() and self._version == other._version

@@ -1,7 +1,7 @@
-"""What kind of tensors a call holds: those whose memory kernels read at once, and all others.
+"""What kind of tensors a call holds: plain ones, whose memory kernels read, or wrapped, traced and distributed ones.
 
-In: the tensors of a call. Out: whether they are plain; tensors with memory of their own in place of views that PyTorch
-has only noted down; errors for what an op does not take.
+In: the tensors of a call. Out: whether they are plain; tensors with memory of their own for lazily negated, conjugated
+and zero ones; errors for tensors that an op does not take.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 
 
 class NoMemoryError(RuntimeError):
-    """A tensor that looks plain has no memory to read: it is on 'meta', or PyTorch knows it to be zero."""
+    """A tensor that looks plain has no memory to read: it is on 'meta', or a zero tensor of PyTorch's."""
 
 
 def is_plain(tensors: Sequence[Any]) -> bool:
-    """Whether nothing watches, traces, casts or transforms what happens to these tensors, and all are what they store.
+    """Whether no mode of PyTorch watches, traces, casts or transforms these tensors, and none is negated lazily.
 
-    Tensors without memory look plain, too (those that torch.func has left behind, sparse ones, those on 'meta'): who
-    asks for it gets a ``RuntimeError``.
+    Tensors without memory look plain, too (those that torch.func has left behind, sparse ones, those on 'meta'): to
+    ask for their address is a ``RuntimeError``.
     """
     if (
         is_dynamo_compiling()
@@ -55,13 +55,13 @@ def is_plain(tensors: Sequence[Any]) -> bool:
     return True
 
 
-def is_what_it_seems(tensors: Sequence[Any]) -> bool:
-    """Whether these tensors, which look plain, have memory. To ask before each call costs a tenth of a small one."""
+def have_memory(tensors: Sequence[Any]) -> bool:
+    """Whether tensors that look plain have memory. To ask before each call would cost a tenth of a small call."""
     return all(x is None or _has_memory(x) for x in tensors)
 
 
 def lies_in_memory(tensors: Sequence[Any]) -> bool:
-    """Whether all of these tensors are what they store, and nothing notes down what is done with them."""
+    """Whether all of these tensors are plain ones with memory, and no operation on them is traced."""
     return get_proxy_mode() is None and all(x is None or (type(x) in _PLAIN and _has_memory(x)) for x in tensors)
 
 
@@ -72,12 +72,12 @@ def _has_memory(x: Any) -> bool:
 
 
 def has_distributed(tensors: Sequence[Any]) -> bool:
-    """Whether some of these are DTensors, whose class is not imported to ask."""
+    """Whether some tensors are DTensors, asked without importing their class."""
     return any(type(x).__name__ == "DTensor" for x in tensors)
 
 
 def refuse_distributed(who: str, tensors: Sequence[Any]) -> None:
-    """Raise ``TypeError`` where some of these are DTensors, whose parts ``who`` does not join."""
+    """Raise ``TypeError`` where some tensors are DTensors; ``who`` is what does not take them, for the message."""
     if has_distributed(tensors):
         raise TypeError(
             f"{who} take no DTensors: pass what each rank has (to_local()), with h_start and h_total, or b_start and "
@@ -86,12 +86,12 @@ def refuse_distributed(who: str, tensors: Sequence[Any]) -> None:
 
 
 def transforming() -> bool:
-    """Whether torch.func is at work: it wants autograd functions called from Python, above the dispatcher."""
+    """Whether a transform of torch.func is active: then autograd functions are called above the dispatcher."""
     return not is_compiling() and _are_functorch_transforms_active()
 
 
 def with_memory(tensors: Sequence[Any]) -> tuple[Any, ...]:
-    """The tensors, with copies in place of those that are negated, conjugated or zero in name alone."""
+    """The tensors, with copies in place of lazily negated, conjugated or zero ones."""
     return tuple(_with_memory(x) if isinstance(x, Tensor) else x for x in tensors)
 
 
@@ -102,13 +102,13 @@ def _with_memory(x: Tensor) -> Tensor:
 
 
 def as_arrays(tensors: Mapping[str, Tensor]) -> dict[str, NDArray[Any]]:
-    """The values on the host, for analysis: whatever device and view they come in, floats of fewer bits in float32."""
+    """The values of tensors on any device as arrays on the host, for analysis; narrower floats become float32."""
     held = {name: with_memory((x.detach().cpu(),))[0] for name, x in tensors.items()}
     return {name: (x.float() if x.is_floating_point() and x.itemsize < 4 else x).numpy() for name, x in held.items()}
 
 
 def check_tensors(names: Sequence[str], tensors: Sequence[Any]) -> None:
-    """Raise ``TypeError`` where q, k or v is no tensor, or one of them or of what is captured is none of dense memory.
+    """Raise ``TypeError`` where q, k or v is no tensor, or any tensor of the call is nested or not dense.
 
     ``names`` are those of the ``tensors``, q, k and v first.
     """

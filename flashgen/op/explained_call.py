@@ -1,7 +1,7 @@
-"""A call that is to be explained, not run: what kernels would be told of it.
+"""A call that is to be explained, not run: the arguments that kernels would get.
 
-In: the arguments of an op, of which tensors on ``meta`` and fake ones may hold no numbers. Out: ``Asked``. Checks are
-those of a call, and raise what it raises.
+In: the arguments of an op; tensors on ``meta`` and fake ones hold no numbers. Out: an ``ExplainedCall``. Arguments are
+checked as those of a call, with the same errors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from flashgen.hosts.asked import AskedCall
+from flashgen.hosts.explained_call import ExplainedCall
 from flashgen.op.call import Call, Rest
 from flashgen.op.engine import Engine
 from flashgen.op.signature import ELEMENTS, TORCH_DTYPES
@@ -23,13 +23,11 @@ from flashgen.reference.philox import drop_threshold
 _TYPES = {dtype: element for element, dtype in TORCH_DTYPES.items()}
 
 
-# A call to explain, and what hosts are told of it.
-Asked = tuple[Call, AskedCall]
-
-
-def ask(engine: Engine, tensors: Sequence[Any], rest: Rest, dropout_p: Any, device: torch.device) -> Asked:
-    """The call of q, k, v, captured tensors and params; tensors on ``meta`` are taken to be on ``device``."""
-    engine, tensors = engine.resolved(tuple(placed(x, device) for x in tensors), rest)
+def explained_call(
+    engine: Engine, tensors: Sequence[Any], rest: Rest, dropout_p: Any, device: torch.device
+) -> tuple[Call, ExplainedCall]:
+    """The call of q, k, v, captured tensors and params, and its record for hosts. ``device`` stands for ``meta``."""
+    engine, tensors = engine.resolved(tuple(with_device(x, device) for x in tensors), rest)
     spec, end = engine.spec, 3 + len(engine.spec.tensors)
     inputs = tensors[:end]
     call = engine.checker.find(inputs, rest)
@@ -38,7 +36,7 @@ def ask(engine: Engine, tensors: Sequence[Any], rest: Rest, dropout_p: Any, devi
     values: dict[str, float] = {"deterministic": float(rest[1]), "element": ELEMENTS.get(inputs[0].dtype, 0)}
     if call.kernel is not None:
         layout = call.kernel.layout
-        values |= layout.named([*([0] * layout.varying), *call.settled])
+        values |= layout.named([*([0] * layout.varying), *call.fixed])
     values |= {param_field(name): value for name, value in known.items()}
     values["dropout_threshold"] = _threshold(engine, call, dropout_p, known)
     wanted = [isinstance(x, Tensor) and x.requires_grad for x in tensors]
@@ -46,7 +44,7 @@ def ask(engine: Engine, tensors: Sequence[Any], rest: Rest, dropout_p: Any, devi
     for (name, is_learned), asks in zip(declared, wanted[3:], strict=False):
         if is_learned:
             values[gradient_field(name)] = float(asks or not any(wanted))
-    told = AskedCall(
+    return call, ExplainedCall(
         head_dim=call.head_dim,
         element=_TYPES[inputs[0].dtype],
         shard=call.shard,
@@ -56,10 +54,9 @@ def ask(engine: Engine, tensors: Sequence[Any], rest: Rest, dropout_p: Any, devi
         values=values,
         params=known,
     )
-    return call, told
 
 
-def placed(x: Any, device: torch.device) -> Any:
+def with_device(x: Any, device: torch.device) -> Any:
     """A tensor without memory on the device, in the place of one on ``meta``."""
     if not isinstance(x, Tensor) or not x.is_meta or isinstance(x, FakeTensor):
         return x
@@ -68,7 +65,7 @@ def placed(x: Any, device: torch.device) -> Any:
 
 
 def _params(engine: Engine, call: Call, given: Sequence[Any]) -> Mapping[str, float]:
-    """Those whose numbers lie on the host; the others are known to kernels alone."""
+    """The params whose numbers lie on the host; kernels alone know the others."""
     names = [param.name for param in engine.spec.params]
     holds = [x is None or (x.device.type == "cpu" and not isinstance(x, FakeTensor)) for x in given]
     if all(holds):
@@ -78,7 +75,7 @@ def _params(engine: Engine, call: Call, given: Sequence[Any]) -> Mapping[str, fl
 
 
 def _threshold(engine: Engine, call: Call, dropout_p: Any, params: Mapping[str, float]) -> int:
-    """As kernels get it; 0 where nothing is dropped."""
+    """The threshold of dropout as kernels get it; 0 where nothing is dropped."""
     if not engine.signature.has_dropout:
         return 0
     if dropout_p is None:
