@@ -1,8 +1,8 @@
-"""Calls over all keys of some heads, whose gradients of captured values are added up with those of others.
+"""Calls over all keys of some heads, whose gradients of captured values are later summed over calls and ranks.
 
-In: an engine and the tensors of its operator, of which captured values may be wider than their spec declares. Out: o
-and lse. Kernels get captured values in the declared types; gradients of those that came wider are not rounded to these:
-who adds them up over calls and ranks rounds once.
+In: an engine and the tensors of its operator; captured values may be float32 where the spec declares 16 bits. Out: o
+and lse. Kernels get captured values in the declared types. Gradients of values that came wider stay wide, so that their
+sum is rounded once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def attend_whole(engine: Engine, tensors: Sequence[Any], rest: Rest) -> tuple[Te
 
 
 def as_declared(signature: Signature, tensors: Sequence[Any]) -> Tensors:
-    """The operator's tensors, with captured values of 16 bits that came wider in their own types."""
+    """The operator's tensors, with captured values rounded to the types that the spec declares."""
     first = 3
     found = list(with_memory(tensors))
     for n, dtype in enumerate(signature.dtypes, first):
