@@ -1,7 +1,7 @@
 """The ops of mods: traced once, compiled once.
 
-``find_trace`` gives the trace of mods that are called again without tracing them; ``Family`` gives the op of what was
-traced for the lengths and tensors of a call. Both remember by what is computed, never by the identity of an object.
+``bind`` finds the trace of mods that are called again without tracing them; ``Family`` gives the op of a trace for the
+lengths and tensors of a call. Traces and families are found by what mods compute, not by their identity.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KNOWN: dict[Hashable, _Known] = {}
 
 
 class Bound(NamedTuple):
-    """What mods compute, and the values that they capture now; ``calls`` are those of mods that have not changed."""
+    """The trace of mods and the values that they capture now; ``calls`` are remembered while the mods do not change."""
 
     trace: Trace
     tensors: tuple[Tensor, ...]
@@ -45,7 +45,7 @@ class Bound(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A ``Bound`` whose tensors are held weakly, and what it holds for."""
+    """A remembered ``Bound``, with weak references to its tensors, and the conditions under which it holds."""
 
     mods: tuple[weakref.ref[Any] | None, ...]
     unchanged: Unchanged
@@ -84,7 +84,7 @@ def _know(key: Hashable, score_mod: Mod | None, mask_mod: Mod | None, found: Bou
 
 
 def remember(known: dict[Hashable, Any], key: Hashable, found: Any) -> None:
-    """Keep what was found; where there is too much of it, this alone."""
+    """Keep a value under a key; a full table is emptied first."""
     if len(known) >= _MOST:
         known.clear()
     known[key] = found
@@ -110,7 +110,7 @@ def _look_up(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) 
 
 
 def _values_of(known: Trace, leaves: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Tensors and params of a trace, of what is captured now; None where the trace does not hold for that."""
+    """The tensors and params of a trace from current captured values; None where its guards do not hold."""
     try:
         if not all(evaluate(recipe, leaves) == answer for recipe, answer in known.guards):
             return None
@@ -132,7 +132,7 @@ def _is_of_type(value: object, scalar: ScalarType) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """An op, the names of its tensors and params in their order, and what it declares them as."""
+    """An op, the names of its tensors and params in order, and their declarations."""
 
     op: AttentionOp
     names: tuple[str, ...]
@@ -140,12 +140,12 @@ class Compiled:
     learned: tuple[bool, ...]
 
     def serves(self, sizes: Sizes, extents: Extents, wanted: tuple[bool, ...]) -> bool:
-        """Whether it is for these lengths, and gives these gradients."""
+        """Whether the op is for these lengths, and gives these gradients."""
         return all(map(operator.ge, self.learned, wanted)) and fits(self.shapes, extents, sizes)
 
 
 class Family:
-    """The ops of what mods compute, of one head dimension: one for each set of declared shapes."""
+    """The ops of one trace at one head dimension, one for each set of declared shapes."""
 
     def __init__(self, traced: Traced, shell: Shell, backend: str | None) -> None:
         self._traced = traced
@@ -155,7 +155,7 @@ class Family:
         self._calls: dict[Hashable, Compiled] = {}
 
     def find(self, sizes: Sizes, extents: Extents, wanted: tuple[bool, ...]) -> Compiled:
-        """The op for sizes, lengths of captured tensors, and those that want a gradient."""
+        """The op for these sizes, lengths of captured tensors, and tensors that want a gradient."""
         key = (*sizes.values(), *extents, wanted)
         found = self._calls.get(key)
         if found is None:
@@ -182,7 +182,7 @@ def compiled(traced: Traced, shell: Shell, shapes: Shapes, learned: tuple[bool, 
 
 
 def wanted_gradients(bound: Bound) -> tuple[bool, ...]:
-    """Which tensors, then params, require a gradient that the score can give."""
+    """For each tensor, then each param: whether it requires a gradient that the score can give."""
     values: tuple[Any, ...] = (*bound.tensors, *bound.params)
     if not values:
         return ()
@@ -191,7 +191,7 @@ def wanted_gradients(bound: Bound) -> tuple[bool, ...]:
 
 
 def named_arguments(bound: Bound, made: Compiled) -> dict[str, Any]:
-    """What an op captures, by name."""
+    """The captured values of an op, by name."""
     return dict(zip(made.names, arguments(bound, made.learned), strict=True))
 
 

@@ -22,7 +22,9 @@ _ROLES = (("j", "Nk"), ("i", "Nq"), ("b", "B"), ("h", "H"))
 
 
 def declared(traced: Traced, extents: Extents, sizes: Sizes | None) -> Shapes:
-    """A shape for every captured tensor. Without ``sizes`` only an index that is a position counts."""
+    """The declared shape of every captured tensor. Without ``sizes`` a dimension is a size only if its index is a
+    position.
+    """
     reads = _reads(traced)
     return tuple(
         tuple(_extent(reads.get((slot, axis), ()), length, sizes) for axis, length in enumerate(lengths))
@@ -31,7 +33,7 @@ def declared(traced: Traced, extents: Extents, sizes: Sizes | None) -> Shapes:
 
 
 def fits(shapes: Shapes, extents: Extents, sizes: Sizes) -> bool:
-    """Whether shapes say what is there."""
+    """Whether declared shapes agree with actual ones."""
     return all(
         tuple(_value_of(extent, sizes) for extent in shape) == tuple(lengths)
         for shape, lengths in zip(shapes, extents, strict=True)

@@ -41,7 +41,7 @@ _STEP = torch.finfo(torch.bfloat16).eps  # lse is a float32, but sums of product
 
 @dataclass(frozen=True)
 class F8Row:
-    """One result of one case."""
+    """The distances of one result (o or lse) of one case."""
 
     tensor: str
     error: float
@@ -52,13 +52,13 @@ class F8Row:
 
     @property
     def ok(self) -> bool:
-        """Whether what the op adds to the rounding of its inputs is within tolerance."""
+        """Whether the error that the op adds to the rounding of its inputs is within tolerance."""
         return self.rounding <= self.tolerance
 
 
 @dataclass(frozen=True)
 class F8Case:
-    """The results at one head dimension and shape; ``wide``: the type beside that of 8 bits."""
+    """The results at one head dimension and shape; ``wide`` is the type that calls of 8 bits are compared with."""
 
     head_dim: HeadDim
     shape: Shape
@@ -75,7 +75,7 @@ def verify_f8(op: AttentionOp, shapes: Sequence[Shape], *, seed: int = 0, device
 
 
 def wide_of(op: AttentionOp) -> ElementType:
-    """The type of the calls that those of 8 bits stand beside."""
+    """The type that calls of 8 bits are compared with."""
     return next(each for each in _WIDE if op.spec.dtypes is None or each in op.spec.dtypes)
 
 
