@@ -258,7 +258,6 @@ def _params(*roots: Expr) -> frozenset[Symbol]:
 
 
 def _values(params: frozenset[Symbol]) -> Iterator[dict[Expr, Range]]:
-    """Values of params to try."""
     for value in _PARAM_VALUES if params else (0,):
         yield {param: number_range(param, value) for param in params}
 

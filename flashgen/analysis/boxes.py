@@ -47,7 +47,6 @@ class Boxes:
     computed: bool = False
 
     def take(self, chosen: Flags) -> Boxes:
-        """Some of the boxes."""
         return replace(
             self,
             b=self.b[chosen],
@@ -152,7 +151,6 @@ def _parts(piece: _Piece, row_sizes: tuple[int, ...], column_sizes: tuple[int, .
 
 
 def _whole(boxes: Boxes) -> Known:
-    """The ranges of every symbol."""
     nowhere = IntRange(0, 0)
     known: Known = dict(tile_ranges(Tile(nowhere, nowhere, nowhere, nowhere, boxes.sizes, boxes.params)))
     group = heads_of_key_head(boxes.sizes)

@@ -33,7 +33,6 @@ class Form:
 
     @property
     def is_distance(self) -> bool:
-        """Whether it is i - j."""
         return self.terms == ((ROW, 1), (COLUMN, -1))
 
 

@@ -26,7 +26,6 @@ class Linear:
     terms: Mapping[Expr, int] = field(default_factory=dict)
 
     def plus(self, other: Linear, factor: int = 1) -> Linear:
-        """self + factor · other."""
         terms = dict(self.terms)
         for atom, coefficient in other.terms.items():
             terms[atom] = terms.get(atom, 0) + factor * coefficient
@@ -34,7 +33,6 @@ class Linear:
         return Linear(self.constant + factor * other.constant, kept)
 
     def without(self, atom: Expr) -> Linear:
-        """The form without its term in ``atom``."""
         return Linear(self.constant, {a: c for a, c in self.terms.items() if a != atom})
 
     @property

@@ -203,7 +203,6 @@ class _Box:
     distance: Register | None = None
 
     def of(self, position: Symbol) -> Register:
-        """The range of i or j."""
         return self.i if position == ROW else self.j
 
     def with_position(self, position: Symbol, register: Register) -> _Box:
@@ -220,7 +219,6 @@ class _Lowering:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """The written steps, in order."""
         return tuple(self._numbers)
 
     def _step(self, step: Step) -> Register:

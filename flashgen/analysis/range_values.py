@@ -158,7 +158,6 @@ class RangeValues:
         return _of_ends(np.maximum(first, low), np.minimum(last, high))
 
     def _total(self, terms: tuple[tuple[Register, int], ...]) -> Ends:
-        """Σ coefficient · range."""
         least, most = 0, 0
         for register, coefficient in terms:
             lo, hi = self._ends(register)

@@ -90,7 +90,6 @@ class CapturedGradient:
 
     @property
     def is_of_sink(self) -> bool:
-        """Whether the sink contributes."""
         return self.from_sink is not None or self.from_sink_tangent is not None
 
     def mapped(self, rule: _Rule) -> CapturedGradient:
@@ -109,7 +108,6 @@ class CapturedGradient:
 
     @property
     def level(self) -> Level:
-        """The level at which pair sums are stored."""
         return level_of(self.read)
 
 
@@ -147,7 +145,6 @@ class Tangent:
 
     @property
     def of_pairs(self) -> tuple[Expr, ...]:
-        """The expressions that are computed for each pair."""
         slopes = self.slopes
         more = () if slopes is None else (slopes.score_by_dot, slopes.score_by_sqdist, slopes.weight_by_score)
         return tuple(each for each in (self.score, self.weight, *more) if each is not None)
@@ -220,7 +217,6 @@ class Variant:
 
     @property
     def keep_everything(self) -> bool:
-        """Whether no pair is ever masked."""
         return self.keep == literal(True)
 
     @property

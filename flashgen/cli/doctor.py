@@ -73,11 +73,9 @@ class Report:
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """The backends that run here."""
         return tuple(name for name, why in self.backends.items() if not why)
 
     def to_json(self) -> dict[str, object]:
-        """Plain data."""
         return {
             "flashgen": __version__,
             "findings": [asdict(each) for each in self.findings],

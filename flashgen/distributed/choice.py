@@ -68,6 +68,11 @@ class Sizes:
     head_dim: HeadDim
     element: int
 
+    def named(self, N: int) -> dict[str, int]:
+        """The sizes of a call over N positions, by their names in the language."""
+        D, Dv = self.head_dim.qk, self.head_dim.v
+        return {"B": self.batch, "H": self.heads, "Hkv": self.kv_heads, "Nq": N, "Nk": N, "D": D, "Dv": Dv}
+
     @property
     def key_row(self) -> int:
         """Bytes of k and v at one position."""

@@ -38,7 +38,6 @@ class KeyRowLayout:
 
     @property
     def width(self) -> int:
-        """Elements of a row."""
         return self.batch * self.heads * (self.qk + self.v)
 
     def keys(self, rows: Tensor, at: Span) -> tuple[Tensor, Tensor]:

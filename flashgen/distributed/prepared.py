@@ -219,15 +219,8 @@ class Preparation:
         spec, setting, (q, k, v) = self._op.spec, self._setting, tensors[:3]
         signature = self._op.signature
         head_dim, N = HeadDim(q.shape[3], v.shape[3]), sum(map(length, held))
-        sizes = {
-            "B": q.shape[0],
-            "H": q.shape[1],
-            "Hkv": k.shape[1],
-            "Nq": N,
-            "Nk": N,
-            "D": q.shape[3],
-            "Dv": v.shape[3],
-        }
+        of_call = Sizes(q.shape[0], q.shape[1], k.shape[1], head_dim, q.element_size())
+        sizes = of_call.named(N)
         for declared, x in zip(spec.tensors, tensors[3:], strict=False):
             check_captured(declared, x, sizes, q.device)
         self._op.engine.checker.indices.check(head_dim, sizes)
@@ -235,7 +228,6 @@ class Preparation:
             check_numbers(spec, tensors[3 + len(spec.tensors) :], sizes)
         captured = dict(zip(signature.names, tensors[3:], strict=False))
         mask = mask_of(spec, head_dim, sizes, {name: x for name, x in captured.items() if x is not None})
-        of_call = Sizes(q.shape[0], q.shape[1], k.shape[1], head_dim, q.element_size())
         needs = needs_of(mask, self._topology.of_keys(held))
         seconds = 1e-9 * max((each.nanoseconds for each in said), default=0)
         choice = choice_of(setting.method, self._topology, held, needs, mask, of_call, seconds, setting.link)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from flashgen.distributed.blocks import Span
 from flashgen.distributed.exchange import Group, all_to_all, once
-from flashgen.distributed.needed_keys import Held
+from flashgen.distributed.needed_keys import Held, length
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.checks import reads_key_heads
 
@@ -91,13 +91,7 @@ class Swap:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of rows of each rank."""
-        return [sum(stop - start for start, stop in own) for own in self.held]
-
-    def there(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, heads, n, D], this rank's rows → [B, own heads, N, D], all rows, ascending; differentiable."""
-        found: tuple[Tensor, Tensor, Tensor] = _There.apply(self, q, k, v)  # type: ignore[no-untyped-call]
-        return found
+        return list(map(length, self.held))
 
     def home(self, x: Tensor) -> Tensor:
         """[B, own heads, N, D] → [B, heads, n, D], the reverse for o and lse; differentiable."""
@@ -132,7 +126,7 @@ Attend = Callable[[tuple[Any, ...], int], tuple[Tensor, Tensor | None]]
 
 def attend_swapped(swap: Swap, tensors: Sequence[Any], has_lse: bool, attend: Attend) -> tuple[Tensor, Tensor | None]:
     """o and lse of this rank's rows, where ``attend`` computes its heads; ``tensors`` are the operator's."""
-    q, k, v = swap.there(*tensors[:3])
+    q, k, v = _There.apply(swap, *tensors[:3])  # type: ignore[no-untyped-call]
     own = swap.shares[swap.rank]
     found = [
         attend((q[:, slice(*of_q)], k[:, slice(*of_kv)], v[:, slice(*of_kv)], *tensors[3:]), own.heads[0] + of_q[0])

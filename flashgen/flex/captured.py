@@ -361,7 +361,6 @@ class Lifting:
         return made
 
     def attribute(self, holder: Any, name: str) -> Any:
-        """An attribute of an object, lifted."""
         value = getattr(holder, name)
         number = _number_of(value)
         if number is not None and math.isfinite(number):

@@ -161,7 +161,6 @@ class Lengths(tuple[Any, ...]):
     """A shape, like ``torch.Size``, whose lengths may be captured numbers."""
 
     def numel(self) -> Any:
-        """The number of elements."""
         return math.prod(self)
 
     def __getitem__(self, key: Any) -> Any:

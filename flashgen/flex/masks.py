@@ -84,7 +84,6 @@ class BlockMask:
 
     @property
     def seq_lengths(self) -> tuple[int, int]:
-        """Queries and keys."""
         return (self.Q_LEN, self.KV_LEN)
 
     @functools.cached_property
@@ -109,7 +108,6 @@ class BlockMask:
         return math.prod(self.shape)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
-        """The mask_mod for other lengths."""
         return replace(self, Q_LEN=new_q_len, KV_LEN=new_kv_len)
 
     def __and__(self, other: object) -> BlockMask:

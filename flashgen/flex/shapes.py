@@ -41,7 +41,6 @@ def fits(shapes: Shapes, extents: Extents, sizes: Sizes) -> bool:
 
 
 def _value_of(extent: Expr, sizes: Sizes) -> int:
-    """The value of a declared length."""
     if isinstance(extent, Literal):
         return int(extent.value)
     values: dict[Expr, Expr] = {size(name): literal(value) for name, value in sizes.items()}

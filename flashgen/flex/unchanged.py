@@ -27,7 +27,6 @@ class Unchanged:
         self._tensors: list[tuple[weakref.ref[Tensor], Any, Any, bool]] = []
 
     def holds(self) -> bool:
-        """Whether nothing has changed since."""
         for mod, code, defaults in self._functions.values():
             function = mod()
             if function is None or function.__code__ is not code or function.__defaults__ is not defaults:

@@ -166,7 +166,6 @@ class Session:
         return tuple(lifted(length, ("extent", leaf, axis), self.guards) for axis, length in enumerate(found))
 
     def checked(self, expr: Expr) -> Expr:
-        """The expression, if it is not too large."""
         if expr.depth > MAX_DEPTH or expr.size > MAX_SIZE:
             deep, large = f"more than {MAX_DEPTH} operations deep", f"of more than {MAX_SIZE:,} parts"
             message = f"the expression of the mod becomes one {deep if expr.depth > MAX_DEPTH else large}"
@@ -240,7 +239,6 @@ class Session:
     # -- captured tensors
 
     def load(self, tensor: Tensor, indices: Sequence[Expr]) -> Value:
-        """One element of a captured tensor."""
         number = self.slot(tensor)
         element = self.tensors[number].type
         load = Load(element.scalar, tensor=f"t{number}", indices=tuple(indices), span=current_place())
@@ -252,7 +250,6 @@ class Session:
         return self._number_among(self.tensors, tensor, _ELEMENTS[_CONVERTED.get(tensor.dtype, tensor.dtype)])
 
     def called(self, tensor: Tensor) -> str:
-        """The name of a captured tensor, for messages."""
         known = self.names.get(id(tensor))
         return f"'{known}'" if known else "a tensor that the mod makes"
 

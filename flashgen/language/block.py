@@ -111,7 +111,6 @@ class Block:
     # --- what names stand for
 
     def constant_names(self) -> tuple[str, ...]:
-        """The declared names that are constants."""
         return tuple(name for name, each in self.declarations.items() if isinstance(each.statement, syntax.Const))
 
     def find(self, name: str, span: Span) -> Meaning | None:

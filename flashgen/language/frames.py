@@ -22,7 +22,6 @@ class Captured:
 
     @property
     def rank(self) -> int:
-        """How many dimensions it has."""
         return len(self.usual)
 
     def indexed(self, name: str) -> str:

@@ -49,7 +49,6 @@ class Evaluator:
         return torch.promote_types(self.dtype, torch.float32)
 
     def boolean(self, expr: Expr) -> Tensor:
-        """The value of a condition."""
         return self._result(expr)
 
     def real(self, expr: Expr) -> Tensor:

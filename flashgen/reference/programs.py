@@ -144,7 +144,6 @@ class Program:
 
     @property
     def places(self) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
-        """The places of all inputs and outputs."""
         return self.taken(self.inputs, self.outputs)
 
     def run(self, function: Function, values: Values) -> tuple[Tensor, ...]:

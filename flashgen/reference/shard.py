@@ -38,7 +38,6 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the shard is the whole problem."""
         return not any(self._starts) and self.totals() == self._lengths
 
     @property
@@ -56,7 +55,6 @@ class Shard:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the shard has no pair at all."""
         return 0 in self._lengths
 
     def totals(self) -> tuple[int, int, int, int]:

@@ -269,7 +269,6 @@ def _is_upper(bound: Apply, name: str) -> bool:
 
 
 def _reads(expr: Expr, name: str) -> bool:
-    """Whether an expression reads a tensor."""
     return any(isinstance(node, Load) and node.tensor == name for node in walk(expr))
 
 

@@ -83,7 +83,8 @@ def rows_of(op: AttentionOp, inputs: Inputs) -> tuple[F8Row, ...]:
     """The rows for inputs in float32."""
     kv_heads = inputs.k.shape[1]
     factors = [fitting_factors(x, kv_heads) for x in inputs.rows]
-    narrow = _with(inputs, [to_8_bits(x, _by_head(each, x)) for x, each in zip(inputs.rows, factors, strict=True)])
+    by_head = [each.repeat_interleave(x.shape[1] // kv_heads, 1) for x, each in zip(inputs.rows, factors, strict=True)]
+    narrow = _with(inputs, [to_8_bits(x, each) for x, each in zip(inputs.rows, by_head, strict=True)])
     descales = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
     wide = _with(inputs, [x.to(TORCH_DTYPES[wide_of(op)]) for x in inputs.rows])
     with torch.no_grad():
@@ -127,10 +128,6 @@ def _names(op: AttentionOp) -> tuple[str, ...]:
 def _with(inputs: Inputs, rows: Sequence[Tensor]) -> Inputs:
     q, k, v = rows
     return replace(inputs, q=q, k=k, v=v)
-
-
-def _by_head(factors: Tensor, x: Tensor) -> Tensor:
-    return factors.repeat_interleave(x.shape[1] // factors.shape[1], 1)
 
 
 def _by_one_factor(x: Tensor) -> Tensor:

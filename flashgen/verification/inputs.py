@@ -48,7 +48,6 @@ class Inputs:
 
     @property
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v."""
         return self.q, self.k, self.v
 
     @property
@@ -69,7 +68,6 @@ class Inputs:
         )
 
     def to(self, device: str) -> Inputs:
-        """The same arguments on a device."""
         return self.mapped(lambda x: x.to(device))
 
     def differentiable(self, spec: AttentionSpec) -> dict[str, Tensor]:

@@ -59,7 +59,6 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether the error is within tolerance."""
         return self.error <= self.tolerance
 
 
@@ -79,7 +78,6 @@ class Case:
 
     @property
     def ok(self) -> bool:
-        """Whether every row is within tolerance."""
         return all(row.ok for row in self.rows)
 
 
