@@ -24,7 +24,7 @@ from typing import Any
 
 from flashgen.analysis.identities import make
 from flashgen.analysis.prover import SIZE_LIMIT, SIZE_OF, Prover, symbol_ranges
-from flashgen.analysis.ranging import NO_FACTS, Evaluator
+from flashgen.analysis.ranging import NO_FACTS, RangeEvaluator
 from flashgen.analysis.selection import list_read
 from flashgen.analysis.simplify import simplify
 from flashgen.ir.build import apply
@@ -195,7 +195,7 @@ class Conditions:
     """The facts of each context, for given sizes; contradictory contexts are left out."""
 
     def __init__(self, contexts: tuple[Context, ...], ranges: Mapping[Expr, Range]) -> None:
-        self.evaluator = Evaluator(ranges)
+        self.evaluator = RangeEvaluator(ranges)
         of_contexts = (self.evaluator.facts(sorted(context, key=lambda c: c.size)) for context in contexts)
         self.facts = tuple(facts for facts in of_contexts if facts is not None)
 

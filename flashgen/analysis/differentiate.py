@@ -125,9 +125,7 @@ def _from_above(root: Expr, below: _Below) -> Iterator[tuple[Expr, Expr]]:
 
 
 def _times(partial: Expr, factor: _Factor, *, from_above: bool = False) -> _Factor:
-    """partial · factor; where a branch that is not taken makes the factor 0, partial may be infinite, and the product
-    is 0.
-    """
+    """partial · factor, which is 0 where a branch not taken makes the factor 0, even if partial is infinite."""
     product = _product(partial, factor.value, from_above=from_above)
     chosen = factor.chosen
     if isinstance(partial, Apply) and partial.op == "where":
@@ -179,9 +177,7 @@ def _product(partial: Expr, inner: Expr, *, from_above: bool = False) -> Expr:
 
 
 def _where(c: Expr, x: Expr, y: Expr) -> Expr:
-    """``x if c else y``; a choice against 0 inside another one is merged with it, so that products can enter both at
-    once.
-    """
+    """``x if c else y``; a choice against 0 inside another is merged with it, so that products enter both."""
     if y == _ZERO and isinstance(x, Apply) and _has_zero(x):
         inner, here, there = x.args
         if here == _ZERO:

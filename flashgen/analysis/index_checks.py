@@ -86,21 +86,21 @@ def _definition(written: str, spec: AttentionSpec, use: Span | None) -> tuple[st
 
 
 @dataclass(frozen=True)
-class _Written:
+class _WrittenIndex:
     text: str
     span: Span | None
 
 
-def _written(proof: IndexProof, sources: Sequence[Source]) -> _Written:
+def _written(proof: IndexProof, sources: Sequence[Source]) -> _WrittenIndex:
     """The index as the source has it, where the load stands there with its brackets; else the index printed anew."""
     span = proof.load.span
     parts = [] if span is None else _parts(proof.load, span, sources)
     if len(parts) == len(proof.load.indices):
         return parts[proof.dimension]
-    return _Written(text(proof.position), proof.position.span if span is None else span)
+    return _WrittenIndex(text(proof.position), proof.position.span if span is None else span)
 
 
-def _parts(load: Load, span: Span, sources: Sequence[Source]) -> list[_Written]:
+def _parts(load: Load, span: Span, sources: Sequence[Source]) -> list[_WrittenIndex]:
     """The indices between the brackets of ``t[…, …]`` at ``span``, if that is the text there."""
     source = next((each for each in sources if each.name == span.file), None)
     if source is None:
@@ -120,13 +120,13 @@ def _parts(load: Load, span: Span, sources: Sequence[Source]) -> list[_Written]:
     return parts
 
 
-def _part(code: str, start: int, file: str, starts: Sequence[int]) -> _Written:
+def _part(code: str, start: int, file: str, starts: Sequence[int]) -> _WrittenIndex:
     """One index, without the space around it; ``starts`` are the offsets at which lines begin."""
     first = start + len(code) - len(code.lstrip())
     end = start + len(code.rstrip())
     line, end_line = bisect_right(starts, first), bisect_right(starts, end)
     span = Span(file, line, first - starts[line - 1] + 1, end_line, end - starts[end_line - 1] + 1)
-    return _Written(" ".join(code.split()), span)
+    return _WrittenIndex(" ".join(code.split()), span)
 
 
 # When an op is called -------------------------------------------------------------------------------------------------

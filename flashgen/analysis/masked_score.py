@@ -90,9 +90,7 @@ class _Splitter:
         return _Split(split.score, by_score, keep)
 
     def _needed(self, condition: Expr, value: bool) -> Expr:
-        """The condition on positions that holds wherever ``condition`` is ``value``; as much as is known without the
-        score.
-        """
+        """The condition on positions wherever ``condition`` is ``value``, as far as it is known without the score."""
         wanted = (condition, value)
         if wanted not in self._needs:
             self._needs[wanted] = self._need(condition, value)

@@ -61,21 +61,21 @@ _WIDEST = frozenset((ElementType.I32, ElementType.I64, ElementType.F32))
 
 
 @dataclass(frozen=True)
-class _Sum:
+class _TensorSum:
     """How an expression changes when all numbers of tensors grow by one; ``is_element``: it is one of those numbers."""
 
     terms: Mapping[str, int | float]
     is_element: bool = False
 
-    def plus(self, other: _Sum, factor: float = 1) -> _Sum:
+    def plus(self, other: _TensorSum, factor: float = 1) -> _TensorSum:
         """The sum with another one, multiplied by a factor."""
         total = dict(self.terms)
         for name, count in other.terms.items():
             total[name] = total.get(name, 0) + factor * count
-        return _Sum(total)
+        return _TensorSum(total)
 
 
-_NONE = _Sum({})
+_NONE = _TensorSum({})
 
 
 @dataclass
@@ -85,20 +85,20 @@ class _Uses:
     uses: dict[str, Use]
     together: dict[str, set[str]]
     kinds: Mapping[str, ScalarType]
-    sums: dict[Expr, _Sum] = field(default_factory=dict)
+    sums: dict[Expr, _TensorSum] = field(default_factory=dict)
 
     def settle(self, *nodes: Expr) -> None:
         """Record that the values of these nodes matter."""
         for node in nodes:
             self._meet(self.sums[node], Use.DIFFERENCE)
 
-    def of(self, node: Expr) -> _Sum:
+    def of(self, node: Expr) -> _TensorSum:
         """The sum of a node whose children are in ``sums``; uses of these are recorded."""
         own = [self.sums[child] for child in node.children]
         match node:
             case Load(tensor=name):
                 self.settle(*node.children)
-                return _Sum({name: 1}, is_element=True) if name in self.uses else _NONE
+                return _TensorSum({name: 1}, is_element=True) if name in self.uses else _NONE
             case Apply(op="add" | "sub" as op):
                 return own[0].plus(own[1], 1 if op == "add" else -1)
             case Apply(op="neg"):
@@ -110,17 +110,17 @@ class _Uses:
             case Apply(op="where" | "min" | "max"):
                 _, x, y = (_NONE, *own)[-3:]
                 self._meeting(x, y)
-                return _Sum(x.terms, x.is_element and y.is_element)
+                return _TensorSum(x.terms, x.is_element and y.is_element)
             case Apply(op=op) if OPERATORS[op].flipped:
                 self._meeting(*own)
             case _:
                 self.settle(*node.children)
         return _NONE
 
-    def _meeting(self, x: _Sum, y: _Sum) -> None:
+    def _meeting(self, x: _TensorSum, y: _TensorSum) -> None:
         self._meet(x.plus(y, -1), Use.ORDER if x.is_element and y.is_element else Use.DIFFERENCE)
 
-    def _meet(self, total: _Sum, use: Use) -> None:
+    def _meet(self, total: _TensorSum, use: Use) -> None:
         """Record how the tensors of a total matter: as ``use`` says if a common offset cancels, else by numbers."""
         met = [name for name, count in total.terms.items() if count]
         stays = sum(total.terms.values()) == 0 and len({self.kinds[name] for name in met}) <= 1

@@ -98,9 +98,7 @@ def _is_moved(expr: Expr, axis: Symbol) -> bool:
 
 @dataclass(frozen=True)
 class Cut:
-    """``at`` is the first position of the second part; ``block`` the size of blocks that it lies between, 1 where none
-    does, 0 where there is nothing to cut.
-    """
+    """``at``: the first position of the second part; ``block``: the blocks' size, 1 without blocks, 0 without a cut."""
 
     at: int
     block: int

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from flashgen.analysis.identities import make
 from flashgen.analysis.linear import Linear, range_of_form
-from flashgen.analysis.ranging import NO_FACTS, Evaluator, Facts
+from flashgen.analysis.ranging import NO_FACTS, Facts, RangeEvaluator
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, index, literal, size
 from flashgen.ir.interval import INT_MIN, IntRange, Range
@@ -37,7 +37,7 @@ def symbol_ranges(sizes: Mapping[str, int] | None) -> dict[Expr, Range]:
 class Prover:
     """Proofs over all sizes; ``evaluator`` holds the ranges of ``symbol_ranges(None)``."""
 
-    def __init__(self, evaluator: Evaluator) -> None:
+    def __init__(self, evaluator: RangeEvaluator) -> None:
         self._evaluator = evaluator
         self._steps = _MAX_STEPS
 

@@ -51,9 +51,7 @@ _MOST_REMEMBERED = 1 << 16  # combinations of ranges, of one operator
 
 @dataclass(frozen=True, eq=False)
 class Ranges:
-    """A range for each box: the ends of ints; whether bools may be false and true; the ends of floats, and whether NaN
-    occurs.
-    """
+    """A range for each box: ends of ints; whether bools may be false and true; ends of floats, and NaN."""
 
     type: ScalarType
     columns: tuple[NDArray[np.generic], ...]

@@ -43,7 +43,7 @@ def bounds(
     loads: LoadRange | None = None,
 ) -> Range:
     """The range of ``expr``, given ranges of symbols and conditions that are true."""
-    evaluator = Evaluator(ranges, loads)
+    evaluator = RangeEvaluator(ranges, loads)
     return evaluator.range(expr, evaluator.facts(conditions) or NO_FACTS)
 
 
@@ -70,7 +70,7 @@ def plain_range(
     raise AssertionError(f"no range for {type(node).__name__}")
 
 
-class Evaluator:
+class RangeEvaluator:
     """Evaluates expressions over one set of ranges; results are cached by the facts that they depend on."""
 
     def __init__(self, ranges: Mapping[Expr, Range], loads: LoadRange | None = None) -> None:

@@ -60,9 +60,7 @@ class Selection:
 
 @dataclass(frozen=True)
 class ListedBlocks:
-    """How kernels read lists: ``first`` is a query's first number, before the others in memory; numbers are of blocks
-    of ``block`` keys.
-    """
+    """How kernels read lists: ``first`` is the first number of a query's list; blocks have ``block`` keys."""
 
     first: Load
     block: int

@@ -206,9 +206,7 @@ class Variant:
 
     @property
     def keep_of_pairs(self) -> Expr:
-        """The condition checked for each pair: ``keep`` without ``tiles``, which follow from the rest and help tiles
-        alone.
-        """
+        """The condition checked for each pair: ``keep`` without ``tiles``, which are for tiles alone."""
         names = {each.name for each in self.spec.tensors if each.of_tiles}
         if not names:
             return self.keep

@@ -153,7 +153,7 @@ def picture_path(text: str | Path) -> Path:
     return path
 
 
-class SpecFile(click.Path):
+class SpecFileType(click.Path):
     """A file that is there; of one that is not, the nearest names beside it are told."""
 
     def __init__(self) -> None:
@@ -182,7 +182,7 @@ def near_files(path: Path) -> str:
     return f" Did you mean {quoted_list(close)}?" if close else ""
 
 
-SPEC_FILE = SpecFile()
+SPEC_FILE = SpecFileType()
 
 
 def _backends() -> tuple[str, ...]:

@@ -196,7 +196,7 @@ def post(sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tenso
     return Flight(works, peers, kept, what)
 
 
-class _Sum(torch.autograd.Function):
+class _SumGradients(torch.autograd.Function):
     """Values that every rank has; backward, their gradients are summed over ranks, in one order.
 
     Autograd gives a gradient the type of its value. So values of 16 bits are passed on in float32: gradients of all
@@ -238,7 +238,7 @@ def _total(x: Tensor, group: Group) -> Tensor:
 
 def summed(values: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
     """``values`` in float32 or wider, whose gradients are summed over ranks."""
-    found: tuple[Tensor, ...] = _Sum.apply(group, *values)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, ...] = _SumGradients.apply(group, *values)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -251,7 +251,7 @@ def is_under_ddp(group: Group) -> bool:
     return len(set(own) & set(dist.get_process_group_ranks(module.process_group))) > 1
 
 
-class _Shard(torch.autograd.Function):
+class _ShardRows(torch.autograd.Function):
     """A rank's rows of a whole tensor, or the whole of all ranks' rows: each is the gradient of the other."""
 
     @staticmethod
@@ -269,7 +269,7 @@ class _Shard(torch.autograd.Function):
 
 def shard(x: Tensor, gathers: bool, dim: int, positions: Sequence[Tensor], rank: int, group: Group) -> Tensor:
     """The rank's rows of a whole ``x``; with ``gathers`` the whole of which ``x`` are the rank's rows."""
-    found: Tensor = _Shard.apply(x, gathers, dim % x.dim(), positions, rank, group)  # type: ignore[no-untyped-call]
+    found: Tensor = _ShardRows.apply(x, gathers, dim % x.dim(), positions, rank, group)  # type: ignore[no-untyped-call]
     return found
 
 

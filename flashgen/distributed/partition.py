@@ -5,10 +5,9 @@ In: an op, a length, the number of ranks, what the mask reads. Out: a ``Partitio
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -224,8 +223,7 @@ def dealt(mask: Mask, length: int, world: int, method: str = "balanced") -> Part
     if parts is not None:
         blocks = _equal(length, parts * world)
         return _made(length, blocks, work_of(mask, length, blocks), _in_mirror(world, parts), world)
-    work = functools.partial(work_of, mask, length)
-    return (_runs if method == "runs" else _balanced)(length, world, work)
+    return (_runs if method == "runs" else _balanced)(mask, length, world)
 
 
 def _documents(mask: Mask, length: int) -> list[Span]:
@@ -261,14 +259,14 @@ def _together(blocks: Sequence[Span], weights: Sequence[float], most: int) -> tu
     return [(blocks[m][0], blocks[n - 1][1]) for m, n in parts], [sum(weights[m:n]) for m, n in parts]
 
 
-def _balanced(length: int, world: int, work: Callable[[Sequence[Span]], list[float]]) -> Partition:
+def _balanced(mask: Mask, length: int, world: int) -> Partition:
     """The fewest blocks a rank whose imbalance is at most ``_ENOUGH``, else the best that was tried.
 
     One run a rank is tried, too, with lengths that differ up to ``_LONGEST``: fewer keys travel, in fewer calls.
     """
     most = _MOST_PARTS if length >= _MOST_PARTS * world else 1
     finest = _equal(length, most * world)
-    weights = work(finest)
+    weights = work_of(mask, length, finest)
     best: Partition | None = None
     parts = 1
     while parts <= most:
@@ -281,7 +279,7 @@ def _balanced(length: int, world: int, work: Callable[[Sequence[Span]], list[flo
             for owners in (_in_mirror(world, parts), _by_weight(sums, world, parts))
         ]
         if parts >= _EQUAL_PARTS:
-            runs = _runs(length, world, work) if parts == _EQUAL_PARTS else None
+            runs = _runs(mask, length, world) if parts == _EQUAL_PARTS else None
             found += [runs] if runs is not None and max(runs.lengths) * world <= _LONGEST * length else []
             found.append(_made(length, blocks, sums, _by_weight(sums, world, len(blocks)), world))
         for other in found:
@@ -290,19 +288,19 @@ def _balanced(length: int, world: int, work: Callable[[Sequence[Span]], list[flo
             if best.imbalance <= _ENOUGH:
                 return best
         parts *= 2
-    blocks, sums = _without_heavy(finest, weights, sum(weights) / world * _HEAVY, work)
+    blocks, sums = _without_heavy(mask, length, finest, weights, sum(weights) / world * _HEAVY)
     other = _made(length, blocks, sums, _by_weight(sums, world, len(blocks)), world)
     return other if best is None or other.imbalance < best.imbalance else best
 
 
-def _runs(length: int, world: int, work: Callable[[Sequence[Span]], list[float]]) -> Partition:
+def _runs(mask: Mask, length: int, world: int) -> Partition:
     blocks = _equal(length, max(_FINE * world, _FINEST))
-    weights = work(blocks)
+    weights = work_of(mask, length, blocks)
     return _made(length, blocks, weights, _in_runs(weights, world), world)
 
 
 def _without_heavy(
-    spans: Sequence[Span], weights: Sequence[float], most: float, work: Callable[[Sequence[Span]], list[float]]
+    mask: Mask, length: int, spans: Sequence[Span], weights: Sequence[float], most: float
 ) -> tuple[list[Span], list[float]]:
     """The spans, those with more work than ``most`` divided: a few rows may see every key."""
     found = list(zip(spans, weights, strict=True))
@@ -312,7 +310,7 @@ def _without_heavy(
             break
         halves = [half for span in heavy for half in cuts(*span, 2)]
         light = [each for each in found if each[0] not in heavy]
-        found = sorted([*light, *zip(halves, work(halves), strict=True)])
+        found = sorted([*light, *zip(halves, work_of(mask, length, halves), strict=True)])
     return [span for span, _ in found], [weight for _, weight in found]
 
 

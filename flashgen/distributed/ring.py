@@ -45,7 +45,7 @@ class Walk:
 
     def attend(self, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
         """o [B, H, n, Dv] and lse [B, H, n] of the operator's tensors, of which q, k and v are this rank's rows."""
-        found: tuple[Tensor, Tensor | None] = _Attend.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, Tensor | None] = _RingAttention.apply(self, *tensors)  # type: ignore[no-untyped-call]
         return found
 
     def place(self, q_start: int, kv_start: int) -> Offsets:
@@ -109,7 +109,7 @@ class _Forward:
                     place.copy_(x)
 
 
-class _Attend(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     """The autograd function of a walk; arguments and gradients are those of the operator."""
 
     @staticmethod

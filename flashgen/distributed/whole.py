@@ -22,7 +22,7 @@ from flashgen.op.signature import Signature
 
 def attend_whole(engine: Engine, tensors: Sequence[Any], rest: Rest) -> tuple[Tensor, Tensor | None]:
     """``o`` and ``lse``, as the engine's operator has them; None for pointwise weights."""
-    found: tuple[Tensor, Tensor | None] = _Attend.apply(engine, rest, *tensors)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor | None] = _WholeAttention.apply(engine, rest, *tensors)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -36,7 +36,7 @@ def as_declared(signature: Signature, tensors: Sequence[Any]) -> Tensors:
     return tuple(found)
 
 
-class _Attend(torch.autograd.Function):
+class _WholeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, engine: Engine, rest: Rest, *tensors: Any) -> tuple[Tensor, Tensor | None]:
         own = as_declared(engine.signature, tensors)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from flashgen.flash.options import (
+    CallSizes,
     CommonOptions,
     Positional,
-    Sizes,
     check_bool,
     check_names,
     check_rows,
@@ -245,10 +245,8 @@ _FORMS = {
 }
 
 
-def _sizes(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None) -> Sizes:
-    """The sizes of a call. Raises where tensors do not fit, in terms of FlashAttention's layout; the op checks the
-    rest.
-    """
+def _sizes(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None) -> CallSizes:
+    """The sizes of a call. Raises where tensors do not fit FlashAttention's layout; the op checks the rest."""
     if (k is None) != (v is None):
         raise ValueError("k and v are written to the cache together: pass both, or neither")
     rows = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)

@@ -63,7 +63,7 @@ class ByName(CommonOptions, total=False):
     num_splits: int
 
 
-class Sizes(NamedTuple):
+class CallSizes(NamedTuple):
     """The number of sequences, the number of query heads, and the head dimensions of q and k, and of v.
 
     ``place`` is the position of query i among the keys, as an expression of the language.
@@ -95,7 +95,7 @@ class PlannedCall(NamedTuple):
 
 
 def plan_call(
-    sizes: Sizes, given: Positional, by_name: Mapping[str, Any], padding: Tensor | None = None
+    sizes: CallSizes, given: Positional, by_name: Mapping[str, Any], padding: Tensor | None = None
 ) -> PlannedCall:
     """The op and the options of a call. ``padding`` [B]: the number of rows before a sequence's first key, from which
     chunks count.
@@ -236,7 +236,7 @@ def check_rows(tensors: Mapping[str, tuple[object, str]]) -> None:
             raise ValueError(f"'{name}' has shape {list(x.shape)}; {form} is expected")
 
 
-def sizes_of(forms: Mapping[str, str], *rows: Tensor, pages: str = "") -> Sizes:
+def sizes_of(forms: Mapping[str, str], *rows: Tensor, pages: str = "") -> CallSizes:
     """The sizes of a call, whose ``rows`` begin with q, k and v; ``pages`` is the other form that k and v may have, for
     errors.
 
@@ -251,7 +251,7 @@ def sizes_of(forms: Mapping[str, str], *rows: Tensor, pages: str = "") -> Sizes:
         raise ValueError(f"{shapes}: expected {', '.join(f'{name} {forms[name]}' for name in names)}{pages}")
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"'q' has {heads} heads and '{names[1]}' has {kv_heads}; H must be a multiple of Hkv")
-    return Sizes(batch, heads, width, v.shape[3])
+    return CallSizes(batch, heads, width, v.shape[3])
 
 
 def unpacked(name: str, packed: Tensor, form: str) -> tuple[Tensor, ...]:
@@ -264,9 +264,7 @@ def unpacked(name: str, packed: Tensor, form: str) -> tuple[Tensor, ...]:
 
 
 def with_options_of(function: Callable[..., Any]) -> Callable[[_Function], _Function]:
-    """A decorator of functions that pass their options, from ``dropout_p`` on, to ``function``: it adds these to the
-    signature.
-    """
+    """A decorator: adds the options of ``function``, from ``dropout_p`` on, to the signature."""
 
     def decorated(packed: _Function) -> _Function:
         own, options = (inspect.signature(each).parameters for each in (packed, function))

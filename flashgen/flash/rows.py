@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashgen.flash.options import Positional, Sizes, plan_call, with_second_query
+from flashgen.flash.options import CallSizes, Positional, plan_call, with_second_query
 from flashgen.op.cached import cache_of
 from flashgen.op.conversion import as_number, is_integral, require
 from flashgen.op.eight_bits import F8, factors_of, from_8_bits
@@ -47,7 +47,7 @@ class Ragged(NamedTuple):
         if by_name and by_name.get("qv") is not None:
             q, k = with_second_query(q, k, v, by_name["qv"])
         batch, place = rows.q_starts.shape[0] - 1, SQUARE if rows.q_starts is rows.k_starts else LOWER_RIGHT
-        asked = plan_call(Sizes(batch, q.shape[1], q.shape[2], v.shape[2], place), given, by_name)
+        asked = plan_call(CallSizes(batch, q.shape[1], q.shape[2], v.shape[2], place), given, by_name)
         found = asked.op.varlen(
             q, k, v, rows.q_starts, rows.k_starts, *rows.most,
             return_lse=asked.has_lse, **asked.training, **asked.captured,

@@ -100,8 +100,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """``flash_attn_varlen_func`` of ``q`` [Tq, H, D] and one tensor ``kv`` [Tk, 2, Hkv, D], which holds k and v."""
     k, v = unpacked("kv", kv, "[Tk, 2, Hkv, D]")
-    starts, most = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    return flash_attn_varlen_func(q, k, v, starts[0], starts[1], most[0], most[1], *options, **by_name)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, **by_name)
 
 
 def _rows_of_pages(

@@ -29,9 +29,7 @@ _INFINITY = literal(math.inf)
 
 
 def _same(op: str, *, wraps: bool = True) -> Rule:
-    """The rule for one operator of the IR over numbers of one type. ``wraps``: the result may leave the range of the
-    type.
-    """
+    """The rule of one operator of the IR over one type. ``wraps``: the result may leave the range of the type."""
     return lambda t, *xs: node(op, *common(t, *xs, wraps=wraps))
 
 

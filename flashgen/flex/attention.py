@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from flashgen.flex import overflow
 from flashgen.flex.masks import BlockMask
-from flashgen.flex.ops import Bound, Compiled, bind, compiled, family, named_arguments, remember, wanted_gradients
+from flashgen.flex.ops import Bindings, ModOp, bind, compiled, family, named_arguments, remember, wanted_gradients
 from flashgen.flex.options import AuxOutput, AuxRequest, check_aux, check_options
 from flashgen.flex.shapes import Shapes, declared
 from flashgen.flex.specs import FACTOR, SCALE, Shell, check_name, make_spec, name_of, user_names
@@ -112,15 +112,15 @@ def flex_attention(
 _outside: Any = _disable_dynamo(flex_attention)
 
 
-class _Found(NamedTuple):
+class _CallOp(NamedTuple):
     """The op of a call, and whether all batch entries share one entry of keys and values."""
 
-    compiled: Compiled
+    compiled: ModOp
     spreads: bool
 
 
 def _called(
-    found: _Found, bound: Bound, rows: _Rows, scale: float | None, wants_lse: bool, deterministic: bool | None
+    found: _CallOp, bound: Bindings, rows: _Rows, scale: float | None, wants_lse: bool, deterministic: bool | None
 ) -> Any:
     made = found.compiled
     captured = named_arguments(bound, made) if made.names else {}
@@ -142,24 +142,22 @@ def _as_wide(x: Tensor, query: Tensor) -> Tensor:
 
 
 def _found(
-    bound: Bound, call: Hashable, mods: _Mods, rows: _Rows, scaled: bool, backend: str | None, *, maxima: bool = False
-) -> _Found:
-    """The op of a call; raises ``SpecError``. Kept for later calls, but for nested tensors, whose shapes do not tell
-    lengths.
-    """
-    query, key, value = rows
+    bound: Bindings, key: Hashable, mods: _Mods, rows: _Rows, scaled: bool, backend: str | None, maxima: bool = False
+) -> _CallOp:
+    """The op of a call, kept but for nested tensors, whose shapes do not tell lengths. Raises ``SpecError``."""
+    query, keys, value = rows
     batch, heads, q_len, width = query.shape
-    sizes = {"B": batch, "H": heads, "Hkv": key.shape[1], "Nq": q_len, "Nk": key.shape[2]}
-    longest, is_nested = sizes, query.is_nested or key.is_nested
+    sizes = {"B": batch, "H": heads, "Hkv": keys.shape[1], "Nq": q_len, "Nk": keys.shape[2]}
+    longest, is_nested = sizes, query.is_nested or keys.is_nested
     if is_nested:
-        longest = {**sizes, "Nq": _most_rows(query), "Nk": _most_rows(key)}
+        longest = {**sizes, "Nq": _most_rows(query), "Nk": _most_rows(keys)}
         sizes |= {"Nq": _NO_LENGTH, "Nk": _NO_LENGTH}
     overflow.check(bound, longest, mods)
     ops = family(bound.trace.traced, _head_dim(width, value.shape[3]), scaled, backend, maxima=maxima)
     made = ops.find(sizes, tuple([x.shape for x in bound.tensors]), wanted_gradients(bound))
-    found = _Found(made, key.shape[0] == 1 < batch and value.shape[0] == 1)
+    found = _CallOp(made, keys.shape[0] == 1 < batch and value.shape[0] == 1)
     if not is_nested:
-        remember(bound.calls, call, found)
+        remember(bound.calls, key, found)
     return found
 
 
@@ -290,10 +288,8 @@ def described(
     head_dim: int | tuple[int, int],
     shape: tuple[int, int, int, int] | None,
     name: str | None,
-) -> tuple[Bound, Shell, Shapes]:
-    """The mods with their captured values, the rest of what a spec of them says (``Shell``), and the shapes that it
-    declares.
-    """
+) -> tuple[Bindings, Shell, Shapes]:
+    """The mods with their captured values, the rest of a spec of them, and the shapes that it declares."""
     mask_mod = mod_of(mask) if isinstance(mask, torch_flex.BlockMask) else mask
     if name is not None:
         check_name(name)

@@ -93,9 +93,7 @@ def _codes(code: CodeType) -> list[CodeType]:
 
 @functools.lru_cache(maxsize=256)
 def _is_library(module: str | None) -> bool:
-    """Whether a module of this name is Python's, NumPy's, PyTorch's or ours. A module of the user may share such a
-    name.
-    """
+    """Whether a module name is Python's, NumPy's, PyTorch's or ours; a user's module may share such a name."""
     top = "" if module is None else module.partition(".")[0]
     if top in _PACKAGES or top not in sys.stdlib_module_names or top == "__main__":
         return top in _PACKAGES
@@ -132,9 +130,7 @@ def _has_attributes(value: Any) -> bool:
 
 
 def _is_of_library(value: ModuleType | FunctionType) -> bool:
-    """Whether a module or function is a library's own. One of the user may have the same name, or wrap a user's
-    function.
-    """
+    """Whether a module or function is a library's own; one of the user may share its name, or wrap another."""
     if isinstance(value, ModuleType):
         return _is_library(value.__name__) and sys.modules.get(value.__name__) is value
     return _is_library(value.__module__) and value.__code__.co_filename.startswith(_FOLDERS)
@@ -226,7 +222,7 @@ def globals_of(function: FunctionType) -> tuple[str, ...] | None:
 
 
 @dataclass
-class Captured:
+class CapturedValues:
     """The values that one or several mods capture.
 
     ``leaves`` are numbers and tensors, ``names`` their names. ``cacheable``: the signature and the leaves hold
@@ -291,7 +287,7 @@ class UnliftableError(Exception):
 
 
 class Lifting:
-    """Rebuilds mods over lifted numbers, in the order of ``Captured.signature``."""
+    """Rebuilds mods over lifted numbers, in the order of ``CapturedValues.signature``."""
 
     def __init__(self, guards: Guards, names: dict[int, str]) -> None:
         self._guards = guards

@@ -35,9 +35,7 @@ def html(mask: BlockMask) -> str:
 
 
 def picture_of(mask: BlockMask) -> MaskPicture:
-    """The picture of a mask with the current captured values. Raises ``ValueError`` where there are no queries or no
-    keys.
-    """
+    """The picture of a mask with current captured values. Raises ``ValueError`` without queries or keys."""
     if 0 in mask.seq_lengths:
         raise ValueError("no pairs")
     batch, heads, q_len, kv_len = mask.shape

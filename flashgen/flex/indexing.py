@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashgen.flex.numbers import settled, told
 from flashgen.flex.places import refuse
-from flashgen.flex.stand_ins import Row, Symbolic, flat, mapped, watched
+from flashgen.flex.stand_ins import Symbolic, TensorRow, flat, mapped, watched
 from flashgen.flex.values import BOOL, FLOAT, INT, Session, choice, extent_symbol, node, scalar_of
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, literal
 from flashgen.ir.interval import FULL_FLOAT, FloatRange
@@ -44,7 +44,7 @@ def index(session: Session, target: Tensor, key: Any) -> Any:
         indices[axis] = None if _is_all(each) else _position(session, each, tensor, number, axis)
     found = [each for each in indices if each is not None]
     if len(found) < len(indices):
-        return session.row(Row(tensor, tuple(indices)))
+        return session.row(TensorRow(tensor, tuple(indices)))
     return session.symbolic(session.load(tensor, found))
 
 
@@ -157,7 +157,7 @@ def _is_param_from(expr: Symbol, least: int, session: Session) -> bool:
 # -- lengths, and rows -------------------------------------------------------------------------------------------------
 
 
-class Lengths(tuple[Any, ...]):
+class SymbolicLengths(tuple[Any, ...]):
     """A shape, like ``torch.Size``, whose lengths may be captured numbers."""
 
     def numel(self) -> Any:
@@ -165,14 +165,14 @@ class Lengths(tuple[Any, ...]):
 
     def __getitem__(self, key: Any) -> Any:
         found = super().__getitem__(key)
-        return Lengths(found) if type(key) is slice else found
+        return SymbolicLengths(found) if type(key) is slice else found
 
 
 def lengths(session: Session, name: str, x: Tensor, dim: Any = None) -> Any:
     """The lengths of a captured tensor, or of a row of one."""
-    row = x.row if isinstance(x, Symbolic) else Row(x, (None,) * x.dim())
+    row = x.row if isinstance(x, Symbolic) else TensorRow(x, (None,) * x.dim())
     assert row is not None
-    found = Lengths(row.left(session.lengths(row.captured)))
+    found = SymbolicLengths(row.left(session.lengths(row.captured)))
     if name == "__len__":
         return int(found[0])
     return found if dim is None else found[dim]

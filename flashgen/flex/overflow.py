@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flashgen.analysis.ranging import plain_range
-from flashgen.flex.ops import Bound
+from flashgen.flex.ops import Bindings
 from flashgen.flex.places import refuse_at
 from flashgen.flex.specs import plain_names
 from flashgen.flex.tracing import Mod, Traced
@@ -60,7 +60,7 @@ _ORDINARY_SIZES: tuple[tuple[str, int], ...] = tuple((name, _ORDINARY) for name 
 _Params = tuple[tuple[int, int] | None, ...]
 
 
-def check(bound: Bound, sizes: Mapping[str, int], mods: Sequence[Mod | None]) -> None:
+def check(bound: Bindings, sizes: Mapping[str, int], mods: Sequence[Mod | None]) -> None:
     """Raise ``SpecError`` (E604) where an int of a mod does not fit in 32 bits."""
     traced = bound.trace.traced
     ints = [x if isinstance(x, int) else None for x in bound.params]

@@ -22,9 +22,7 @@ _ROLES = (("j", "Nk"), ("i", "Nq"), ("b", "B"), ("h", "H"))
 
 
 def declared(traced: Traced, extents: Extents, sizes: Sizes | None) -> Shapes:
-    """The declared shape of every captured tensor. Without ``sizes`` a dimension is a size only if its index is a
-    position.
-    """
+    """The declared shape of every captured tensor; without ``sizes`` only positions as indices tell sizes."""
     reads = _reads(traced)
     return tuple(
         tuple(_extent(reads.get((slot, axis), ()), length, sizes) for axis, length in enumerate(lengths))

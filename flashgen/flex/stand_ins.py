@@ -1,8 +1,8 @@
 """The tensors that a mod is called with, and computes: tensors to the mod, expressions to us.
 
 To PyTorch a ``Symbolic`` is a tensor of ones, by which PyTorch checks and promotes types; to us each element is a
-``Cell``, which holds an expression. A ``Row``, a captured tensor of which some dimensions are indexed, reads elements
-when they are asked for. Operators of such tensors go to ``dispatch.py``.
+``Cell``, which holds an expression. A ``TensorRow``, a captured tensor of which some dimensions are indexed, reads
+elements when they are asked for. Operators of such tensors go to ``dispatch.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Cell:
     expr: Expr
 
 
-class Row(NamedTuple):
+class TensorRow(NamedTuple):
     """A captured tensor and the index of each of its dimensions, None where there is none yet."""
 
     captured: Tensor
@@ -46,7 +46,7 @@ class Symbolic(Tensor):
     """A tensor of a mod: ``session`` is the trace that it belongs to, ``ones`` what PyTorch computes with."""
 
     session: Any
-    row: Row | None
+    row: TensorRow | None
     ones: Tensor
     _cells: Cells | None
 
@@ -78,7 +78,7 @@ class Symbolic(Tensor):
 
 
 def symbolic(
-    session: Any, dtype: torch.dtype, shape: Sequence[int], cells: Cells | None = None, row: Row | None = None
+    session: Any, dtype: torch.dtype, shape: Sequence[int], cells: Cells | None = None, row: TensorRow | None = None
 ) -> Symbolic:
     """A tensor of these cells, or of a row."""
     ones = _ones(dtype, tuple(shape))

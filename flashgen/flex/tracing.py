@@ -20,7 +20,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from flashgen.diagnostics import SpecError
-from flashgen.flex.captured import Captured, Lifting
+from flashgen.flex.captured import CapturedValues, Lifting
 from flashgen.flex.dispatch import dispatch
 from flashgen.flex.indexing import index, lengths
 from flashgen.flex.numbers import Guards, Host, Recipe, as_number, settled
@@ -78,7 +78,7 @@ class Trace:
         return replace(self, tensors=(), params=())
 
 
-def trace(score_mod: Mod | None, mask_mod: Mod | None, captured: Captured, device: torch.device) -> Trace:
+def trace(score_mod: Mod | None, mask_mod: Mod | None, captured: CapturedValues, device: torch.device) -> Trace:
     """Trace mods of which ``captured`` has the signature. Raises ``SpecError``.
 
     Captured numbers are lifted. Where the mod fails with lifted numbers, it runs on plain ones, and the trace holds for
@@ -91,7 +91,7 @@ def trace(score_mod: Mod | None, mask_mod: Mod | None, captured: Captured, devic
 
 
 def _trace(
-    score_mod: Mod | None, mask_mod: Mod | None, captured: Captured, device: torch.device, *, lift: bool
+    score_mod: Mod | None, mask_mod: Mod | None, captured: CapturedValues, device: torch.device, *, lift: bool
 ) -> Trace:
     guards: Guards = {}
     names = captured.tensor_names()

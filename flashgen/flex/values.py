@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashgen.flex.numbers import Guards, Host, Number, Recipe, as_host, as_number, lifted
 from flashgen.flex.places import current_place, refuse
-from flashgen.flex.stand_ins import Cell, Cells, Row, Symbolic, array_of, symbolic
+from flashgen.flex.stand_ins import Cell, Cells, Symbolic, TensorRow, array_of, symbolic
 from flashgen.ir.build import TypingError, apply, power
 from flashgen.ir.expr import MAX_DEPTH, MAX_SIZE, Apply, Expr, Literal, Load, Symbol, SymbolKind, literal, walk
 from flashgen.ir.types import ElementType, ScalarType
@@ -129,7 +129,7 @@ class Session:
         """The value as a mod sees it."""
         return symbolic(self, value.dtype, (), array_of([Cell(self.checked(value.expr))]))
 
-    def row(self, row: Row, cells: Cells | None = None) -> Symbolic:
+    def row(self, row: TensorRow, cells: Cells | None = None) -> Symbolic:
         """A captured tensor with some of its dimensions indexed."""
         with torch._C.DisableTorchFunction():
             shape = row.left(row.captured.shape)
@@ -138,9 +138,9 @@ class Session:
     def stand_in(self, x: Tensor) -> Symbolic:
         """A captured tensor in the form in which PyTorch's operators take it beside symbolic ones."""
         cells = None if x.dim() else array_of([Cell(self._scalar(x).expr)])
-        return self.row(Row(x, (None,) * x.dim()), cells)
+        return self.row(TensorRow(x, (None,) * x.dim()), cells)
 
-    def elements(self, row: Row) -> Cells:
+    def elements(self, row: TensorRow) -> Cells:
         """The elements of a row of a captured tensor; the trace depends on the length."""
         shape = list(map(int, row.left(self.lengths(row.captured))))
         if math.prod(shape) > MOST_TERMS:
@@ -322,9 +322,7 @@ def folded(made: Apply) -> Literal:
 
 
 def _connected(op: str, decides: bool, x: Expr, y: Expr) -> Expr:
-    """``and`` or ``or`` of two conditions, one of which may be a constant; the constant ``decides`` is the result
-    itself.
-    """
+    """``and`` or ``or`` of two conditions; where one of them is the constant ``decides``, so is the result."""
     for one, other in ((x, y), (y, x)):
         if isinstance(one, Literal):
             return one if one.value == decides else other

@@ -107,9 +107,7 @@ class Attention(nn.Module):
         return op(q, k, v, **arguments)  # type: ignore[operator]
 
     def _check_heads(self, q: Any, k: Any, arguments: Mapping[str, Any]) -> None:
-        """Check that a call has the heads of the module, or says which of them; tensors without heads are left to the
-        op.
-        """
+        """Check that a call has the heads of the module, or says which of them it has."""
         if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k)) or {"h_start", "h_total"} & set(arguments):
             return
         for name, x, heads, wanted in (("q", q, "heads", self.heads), ("k", k, "kv_heads", self.kv_heads)):

@@ -56,9 +56,7 @@ class Evaluator:
         return self._result(expr).to(self.dtype)
 
     def listed(self, name: str, indices: Sequence[Expr]) -> Tensor:
-        """The elements along the last dimension, which has no index, of a tensor of ints; the other indices are
-        clamped.
-        """
+        """The elements along the last dimension, which has no index, of an int tensor; indices are clamped."""
         tensor, found = self.tensors[name], [self._visit(each)[0] for each in indices]
         if tensor.numel() == 0:
             return tensor.new_full((1,), -1)
@@ -127,9 +125,7 @@ class Evaluator:
             return replace(self, _done=known, _uses=Uses())._passes(partial)
 
     def _passes(self, partial: Expr) -> Tensor | None:
-        """Where a derivative is not the constant 0 of a branch; None: everywhere. A derivative that happens to be 0
-        passes.
-        """
+        """Where a derivative is not the constant 0 of a branch; None: everywhere. Accidental zeros pass."""
         match partial:
             case Literal(value=0):
                 return torch.zeros((), dtype=torch.bool, device=self._device())

@@ -51,9 +51,7 @@ class Forward:
 
 
 class Of(Enum):
-    """What an output of a ``TangentGradient`` is the gradient of: an input, the tangent of an input, or an arriving
-    gradient.
-    """
+    """The input, tangent of an input, or arriving gradient by which an output of ``TangentGradient`` differentiates."""
 
     INPUT = "input"
     TANGENT = "tangent"

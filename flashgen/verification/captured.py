@@ -54,9 +54,7 @@ def tensor_shape(tensor: CapturedTensor, shape: Shape, head_dim: HeadDim) -> tup
 def random_captured(
     spec: AttentionSpec, tensor: CapturedTensor, shape: Shape, head_dim: HeadDim, generator: torch.Generator
 ) -> Tensor:
-    """One captured tensor at these sizes: indices lie inside the dimension that they index, ids along a sequence come
-    in runs.
-    """
+    """One random tensor: indices lie inside their dimension, ids along a sequence come in runs."""
     extents = tensor_shape(tensor, shape, head_dim)
     dtype = TORCH_DTYPES[tensor.element]
     if tensor.element is ElementType.BOOL:
@@ -78,9 +76,7 @@ def random_captured(
 
 
 def _numbers_of_blocks(select: Select, shape: Shape, extents: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Lists of random key blocks, some lists short; some numbers occur twice, are negative, or lie behind the last
-    block.
-    """
+    """Lists of random key blocks, some short; some numbers are repeated, negative, or beyond the last block."""
     blocks = -(-shape.kv_len // select.block)
     # What is drawn behind them does not follow from how long they are.
     own = torch.Generator().manual_seed(int(torch.randint(2**31, (), generator=generator)))

@@ -27,9 +27,7 @@ def second_order(
     d_lse: Tensor | None,
     still: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """The second derivatives. ``d_lse`` None: lse has no arriving gradient; ``still`` names the inputs without a
-    tangent.
-    """
+    """The second derivatives. ``d_lse`` None: no gradient arrives at lse; ``still``: inputs without a tangent."""
     moves = moves_of(learned, still)
     return {**_tangents(function, learned, moves), **_gradients_of_gradients(function, learned, d_o, d_lse)}
 

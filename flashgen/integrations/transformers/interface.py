@@ -107,9 +107,7 @@ def _is_model(kind: type) -> bool:
 
 
 def _fill_tables(kind: type, name: str) -> None:
-    """Parts of some models look up a class by implementation (SAM's and GIT's): these keep their own attention, with a
-    warning.
-    """
+    """Parts of models that choose a class by implementation (SAM, GIT) keep their own attention, with a warning."""
     for each in filter(_is_model, kind.__mro__):
         names = getattr(sys.modules.get(each.__module__), "__dict__", {})
         for classes in [x for key, x in names.items() if _TABLE.fullmatch(key) and isinstance(x, dict)]:

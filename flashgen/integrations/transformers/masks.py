@@ -143,7 +143,7 @@ def _made(
     attention_mask: Tensor | None,
     options: Mapping[str, Any],
 ) -> LayerMask | Tensor:
-    writer = _Writer(int(q_length), int(kv_length), q_offset, int(kv_offset))
+    writer = _MaskWriter(int(q_length), int(kv_length), q_offset, int(kv_offset))
 
     def matrix() -> Tensor:
         # A cache counts on in the offset that it gave; what was captured of it stays.
@@ -170,7 +170,7 @@ class _UnknownFunctionError(Exception):
     """A mask function that no factory of transformers made."""
 
 
-class _Writer:
+class _MaskWriter:
     """Writes the condition of one mask. Positions count from the first key that the layer holds."""
 
     def __init__(self, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int) -> None:
@@ -323,15 +323,15 @@ _REMAPPED = masking_utils.remap_positions_for_packed_sequence(masking_utils.caus
 _BOTH, _EITHER = masking_utils.and_masks().__code__, masking_utils.or_masks().__code__
 _BY_DIFFERENCES = (_CAUSAL, _BIDIRECTIONAL, _SLIDING, _SLIDING_BIDIRECTIONAL)
 _WRITERS: tuple[tuple[CodeType, Callable[..., str]], ...] = (
-    (_CAUSAL, _Writer.causal),
-    (_BIDIRECTIONAL, _Writer.bidirectional),
-    (_SLIDING, _Writer.sliding),
-    (_SLIDING_BIDIRECTIONAL, _Writer.sliding_bidirectional),
-    (masking_utils.chunked_overlay(1, _IDS).__code__, _Writer.chunked),
-    (masking_utils.blockwise_overlay(_IDS).__code__, _Writer.blockwise),
-    (masking_utils.padding_mask_function(_IDS).__code__, _Writer.padding),
-    (_PACKED, _Writer.packed),
-    (_REMAPPED, _Writer.remapped),
-    (_BOTH, _Writer.both),
-    (_EITHER, _Writer.either),
+    (_CAUSAL, _MaskWriter.causal),
+    (_BIDIRECTIONAL, _MaskWriter.bidirectional),
+    (_SLIDING, _MaskWriter.sliding),
+    (_SLIDING_BIDIRECTIONAL, _MaskWriter.sliding_bidirectional),
+    (masking_utils.chunked_overlay(1, _IDS).__code__, _MaskWriter.chunked),
+    (masking_utils.blockwise_overlay(_IDS).__code__, _MaskWriter.blockwise),
+    (masking_utils.padding_mask_function(_IDS).__code__, _MaskWriter.padding),
+    (_PACKED, _MaskWriter.packed),
+    (_REMAPPED, _MaskWriter.remapped),
+    (_BOTH, _MaskWriter.both),
+    (_EITHER, _MaskWriter.either),
 )
