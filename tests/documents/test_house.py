@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import ROOT
 
 BUDGET = {
-    "lines of the package": 58_039,
+    "lines of the package": 57_965,
     "lines of templates": 24_269,
     "Jinja statements": 1_827,
     "lines of generated packages": 12_894,
