@@ -25,33 +25,33 @@ _MINUS_INFINITY = literal(-math.inf)
 
 
 def in_base_2(expr: Expr) -> Expr:
-    """The exponent for which exp2 gives what exp gives of ``expr``.
+    """The exponent for which exp2 gives exp of ``expr``.
 
-    The factor goes to the terms of a sum, where it joins constants and what is computed once a row or a head.
+    The factor log2(e) is multiplied into the terms of a sum, where it meets constants and values of a row or a head.
     """
     return _by_term(simplify(_by_term(expr, lambda term: apply("mul", literal(LOG2_E), term))), _gathered)
 
 
 def largest_exponent(exponent: Expr, ranges: Mapping[Expr, Range] | None = None) -> float:
-    """The largest magnitude of what ``in_base_2`` gave, over all inputs but NaN; infinite where nothing bounds it."""
+    """The largest magnitude of an exponent of ``in_base_2``, over all inputs but NaN; infinite if it is not bounded."""
     found = bounds(exponent, ranges or {})
     assert isinstance(found, FloatRange)
     return max(-found.lo, found.hi)
 
 
 def needs_no_maximum(exponent: Expr) -> bool:
-    """Whether weights are numbers wherever ``exponent``, a score in base 2, is counted from 0."""
+    """Whether weights are finite numbers without a row maximum, for ``exponent``, a score in base 2."""
     return largest_exponent(exponent) <= MOST_EXPONENT
 
 
 def float_params(expr: Expr) -> list[Symbol]:
-    """The params of an expression that are floats."""
+    """The float params of an expression."""
     params = [each for each in walk(expr) if isinstance(each, Symbol) and each.kind is SymbolKind.PARAM]
     return [each for each in params if each.type is ScalarType.FLOAT]
 
 
 def bounding_condition(exponent: Expr) -> Expr | None:
-    """Of a score that params bound: for which it needs no maximum, those whose magnitudes are at most one number."""
+    """A condition on float params under which a score needs no maximum: their magnitudes are at most one number."""
     params = float_params(exponent)
 
     def largest(most: float) -> float:
@@ -67,7 +67,7 @@ def bounding_condition(exponent: Expr) -> Expr | None:
 
 
 def _by_term(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
-    """The same sum with every term changed; also where pairs are pruned by their score."""
+    """The sum with every term changed, also inside a choice of -inf, which prunes pairs by their score."""
     match expr:
         case Apply(op="add" | "sub" as op, args=(first, second)) if expr.type is ScalarType.FLOAT:
             return apply(op, _by_term(first, change), _by_term(second, change))
@@ -77,7 +77,7 @@ def _by_term(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
 
 
 def _gathered(term: Expr) -> Expr:
-    """A constant times what is known before the pair, as one factor."""
+    """The product, with its constant and the values that are known before the pair as one factor."""
     match term:
         case Apply(op="mul", args=(Literal() as factor, Apply(op="mul", args=(first, second)))) if (
             level_of(first) is not Level.PAIR

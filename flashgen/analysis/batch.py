@@ -1,7 +1,7 @@
-"""Whether the entries of a batch know of one another: whether further entries may be put beside them.
+"""Whether entries of a batch are independent of each other, so that further entries may be put beside them.
 
-Stage: analyse. In: an ``AttentionSpec``. Out: where its captured tensors run along the batch. ``torch.vmap`` folds what
-it maps into the batch where this allows it.
+Stage: analyse. In: an ``AttentionSpec``. Out: the axis of each captured tensor that runs along the batch.
+``torch.vmap`` folds mapped dimensions into the batch where entries are independent.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _B, _b = size("B"), index("b")
 
 @functools.lru_cache(maxsize=64)
 def batch_axes(spec: AttentionSpec) -> Mapping[str, int | None] | None:
-    """The axis of each captured tensor that runs along the batch, None for one without; None in place of all where
-    an entry's result depends on its number or on how many there are.
+    """The axis of each captured tensor that runs along the batch, None for a tensor without one. None for all where an
+    entry's result depends on its number or on the size of the batch.
 
-    Dropout, which goes by the number of an entry, is not looked at: a call may drop nothing.
+    Dropout, which depends on the number of an entry, is not considered: a call may drop nothing.
     """
     roots = [simplify(each) for each in spec.expressions]
     axes: dict[str, int | None] = {}

@@ -24,7 +24,7 @@ from typing import Any
 
 from flashgen.analysis.identities import make
 from flashgen.analysis.prover import SIZE_LIMIT, SIZE_OF, Prover, symbol_ranges
-from flashgen.analysis.ranging import NO_FACTS, Evaluator
+from flashgen.analysis.ranging import NO_FACTS, RangeEvaluator
 from flashgen.analysis.selection import list_read
 from flashgen.analysis.simplify import simplify
 from flashgen.ir.build import apply
@@ -69,10 +69,10 @@ class IndexStatus(Enum):
 
 @dataclass(frozen=True)
 class IndexProof:
-    """One index of one load. ``contexts`` are the conditions under which the value is used, one set a place.
+    """The proof for one index of one load. ``contexts`` are the sets of conditions under which the value is used.
 
-    ``found`` is the range over all sizes where the value is used. ``guarded`` says that the proof, at call time or
-    before, leans on the conditions, so that the kernel must clamp what is read where they do not hold.
+    ``found`` is the range over all sizes where the value is used. ``guarded``: the proof, at call time or before,
+    relies on the conditions, so that the kernel clamps the index where they do not hold.
     """
 
     load: Load
@@ -85,17 +85,15 @@ class IndexProof:
 
     @property
     def position(self) -> Expr:
-        """The index expression."""
         return self.load.indices[self.dimension]
 
     @property
     def clamp(self) -> bool:
-        """Whether the kernel clamps this index."""
         return self.guarded or self.status in (IndexStatus.CLAMPED, IndexStatus.OUTSIDE)
 
     @property
     def params(self) -> frozenset[Symbol]:
-        """The params that a proof at call time asks for."""
+        """The params that a proof at call time needs."""
         return _params(self.position, *((c for context in self.contexts for c in context) if self.guarded else ()))
 
 
@@ -126,7 +124,7 @@ def prove_indices(spec: AttentionSpec, head_dim: HeadDim) -> tuple[IndexProof, .
 
 
 def known_symbols(head_dim: HeadDim, layout: Layout | None) -> dict[Expr, Expr]:
-    """What kernels have for symbols of a spec: D and Dv as numbers, I as i // block, J as j // block."""
+    """Substitutions for symbols in kernels: D and Dv are numbers, I is i // block, J is j // block."""
     values: dict[Expr, Expr] = {size("D"): literal(head_dim.qk), size("Dv"): literal(head_dim.v)}
     if layout is not None:
         for block_name, index_name in (("I", "i"), ("J", "j")):
@@ -155,7 +153,7 @@ def _roots(spec: AttentionSpec) -> Iterator[tuple[Expr, Expr]]:
 
 
 def _contexts(root: Expr, outside: Context) -> dict[Load, set[Context]]:
-    """Every load below ``root`` with the sets of conditions under which it is used."""
+    """Every load below ``root``, with the sets of conditions under which it is used."""
     contexts: dict[Expr, set[Context]] = {root: {outside}}
     loads: dict[Load, set[Context]] = {}
     for node in reversed(tuple(walk(root))):  # parents before children
@@ -169,7 +167,7 @@ def _contexts(root: Expr, outside: Context) -> dict[Load, set[Context]]:
 
 
 def _implied(node: Expr, k: int) -> Context:
-    """What holds where argument k of the node counts."""
+    """The conditions that hold where argument k of the node is used."""
     match node, k:
         case Apply(op="where", args=(c, _, _)), 1:
             return frozenset({c})
@@ -183,7 +181,7 @@ def _implied(node: Expr, k: int) -> Context:
 
 
 def _fewest(contexts: set[Context]) -> tuple[Context, ...]:
-    """The contexts that say least: a proof under these is a proof under all."""
+    """The weakest contexts: a proof under these is a proof under all."""
     kept = [context for context in contexts if not any(other < context for other in contexts)]
     if len(kept) > _MAX_CONTEXTS:
         kept = [frozenset.intersection(*kept)]
@@ -194,10 +192,10 @@ def _fewest(contexts: set[Context]) -> tuple[Context, ...]:
 
 
 class Conditions:
-    """The facts of each context, over one set of sizes; contexts that cannot hold are left out."""
+    """The facts of each context, for given sizes; contradictory contexts are left out."""
 
     def __init__(self, contexts: tuple[Context, ...], ranges: Mapping[Expr, Range]) -> None:
-        self.evaluator = Evaluator(ranges)
+        self.evaluator = RangeEvaluator(ranges)
         of_contexts = (self.evaluator.facts(sorted(context, key=lambda c: c.size)) for context in contexts)
         self.facts = tuple(facts for facts in of_contexts if facts is not None)
 
@@ -214,7 +212,7 @@ class Conditions:
         )
 
     def inside(self, position: Expr, extent: Expr) -> bool:
-        """The same by a proof."""
+        """Whether 0 ≤ position < extent in every context, by a proof."""
         prover = Prover(self.evaluator)
         return all(prover.inside(position, extent, facts) for facts in self.facts)
 
@@ -260,20 +258,19 @@ def _params(*roots: Expr) -> frozenset[Symbol]:
 
 
 def _values(params: frozenset[Symbol]) -> Iterator[dict[Expr, Range]]:
-    """Values of params to try."""
     for value in _PARAM_VALUES if params else (0,):
         yield {param: number_range(param, value) for param in params}
 
 
 def number_range(param: Symbol, value: float) -> Range:
-    """The range of a param that is known."""
+    """The range of one number."""
     return IntRange(int(value), int(value)) if param.type is ScalarType.INT else point(float(value))
 
 
 def _takes_more(
     position: Expr, extent: Expr, contexts: tuple[Context, ...], samples: Iterable[Mapping[str, int]]
 ) -> bool:
-    """Whether there are sizes at which only what the mask drops takes the index outside, as far as small ones show."""
+    """Whether, at small sizes, only pairs that the mask drops take the index outside."""
     asked = frozenset[str]().union(*(index_set(condition) for context in contexts for condition in context))
     if not all(contexts) or not asked & index_set(position):
         return False
@@ -297,11 +294,10 @@ Box = Mapping[Expr, IntRange]  # ranges of positions
 def uncertain(
     position: Expr, extent: Expr, contexts: tuple[Context, ...], whole: Mapping[Expr, Range], most: int
 ) -> Box | None:
-    """Positions at which an index is not shown to stay inside; none in particular after ``most`` boxes.
+    """Ranges of positions for which the index is not proved to stay inside; empty if that is open after ``most`` boxes.
 
-    ``whole`` are the ranges of positions, sizes and params.
-
-    None: it is inside wherever one of the contexts holds.
+    ``whole`` are the ranges of positions, sizes and params. None: the index is inside wherever one of the contexts
+    holds.
     """
     nodes = set(walk(position, extent, *(condition for context in contexts for condition in context)))
     boxes: list[dict[Expr, Any]] = [{index(name): whole[index(name)] for name in SIZE_OF if index(name) in nodes}]
@@ -320,7 +316,7 @@ def uncertain(
 
 
 def _halves(box: dict[Expr, IntRange]) -> list[dict[Expr, IntRange]]:
-    """The box cut in two along its longest side; nothing where it is a point."""
+    """The box cut in two along its longest side; empty for a point."""
     longest = max(box, key=lambda symbol: box[symbol].hi - box[symbol].lo, default=None)
     if longest is None or box[longest].is_point:
         return []
@@ -332,7 +328,7 @@ def _halves(box: dict[Expr, IntRange]) -> list[dict[Expr, IntRange]]:
 def _samples(
     position: Expr, extent: Expr, contexts: tuple[Context, ...], constants: list[int]
 ) -> Iterator[Mapping[str, int]]:
-    """Sizes to try: small ones, the constants in sight, their squares and multiples. Lengths are at least 2."""
+    """Sizes to try: small ones, constants of the spec, their squares and multiples. Lengths are at least 2."""
     conditions = [condition for context in contexts for condition in context]
     nodes = list(walk(position, extent))
     seen = {abs(int(n.value)) for n in nodes if isinstance(n, Literal) and n.type is ScalarType.INT}

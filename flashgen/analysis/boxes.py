@@ -47,7 +47,6 @@ class Boxes:
     computed: bool = False
 
     def take(self, chosen: Flags) -> Boxes:
-        """Some of them."""
         return replace(
             self,
             b=self.b[chosen],
@@ -88,10 +87,10 @@ def classify_tiles(
     most: int | None = None,
     loads: LoadRange | None = None,
 ) -> NDArray[np.int8]:
-    """The same where boxes are single tiles: what ranges leave open is cut into pieces, as ``pieces.py`` says.
+    """EMPTY, PARTIAL or FULL for each tile: tiles that ranges leave open are cut into pieces (``pieces.py``).
 
-    ``are_tiles`` says which boxes are; None: all. With ``most`` it is an estimate: no more tiles are cut, evenly
-    spread, and stand for those after them.
+    ``are_tiles`` says which boxes are single tiles; None: all. With ``most`` the classes are an estimate: only so many
+    tiles, evenly spread, are cut, and each stands for those after it.
     """
     found = classify_boxes(keep, boxes, loads)
     extents = (boxes.last_i - boxes.first_i, boxes.last_j - boxes.first_j)
@@ -107,10 +106,10 @@ def classify_tiles(
 
 
 def _in_pieces(keep: Expr, boxes: Boxes) -> NDArray[np.int8]:
-    """The class of every box from its pieces; the next ones of each are classified at once with those of the others.
+    """The class of every box from its pieces; the next pieces of all open boxes are classified together.
 
-    Few at first, as most boxes show soon that they are mixed. In whichever order pieces are looked at, a class comes
-    out where all that are settled agree, none stays open, and no more than ``MOST_PIECES`` were looked at.
+    Few pieces at first, as most boxes soon show that they are mixed. The order of pieces does not matter: a box has a
+    class where all settled pieces agree, none stays open, and no more than ``MOST_PIECES`` were classified.
     """
     found = np.full(len(boxes.b), TileClass.PARTIAL, np.int8)
     row_sizes, column_sizes = block_sizes(keep, ROW), block_sizes(keep, COLUMN)
@@ -152,7 +151,6 @@ def _parts(piece: _Piece, row_sizes: tuple[int, ...], column_sizes: tuple[int, .
 
 
 def _whole(boxes: Boxes) -> Known:
-    """What is known of every symbol."""
     nowhere = IntRange(0, 0)
     known: Known = dict(tile_ranges(Tile(nowhere, nowhere, nowhere, nowhere, boxes.sizes, boxes.params)))
     group = heads_of_key_head(boxes.sizes)
@@ -167,7 +165,7 @@ def _whole(boxes: Boxes) -> Known:
 
 
 def _any_passes(alternatives: Iterable[Alternative], values: RangeValues, count: int) -> Flags:
-    """Which of the boxes pass all checks of one alternative."""
+    """Which boxes pass all checks of some alternative."""
     found = np.zeros(count, np.bool_)
     for checks in alternatives:
         left = np.flatnonzero(~found)
@@ -178,7 +176,7 @@ def _any_passes(alternatives: Iterable[Alternative], values: RangeValues, count:
 
 
 def _passing(checks: Alternative, values: RangeValues, count: int) -> Ints:
-    """The numbers of the boxes that pass all checks; those that one excludes are left out of the next."""
+    """The numbers of the boxes that pass all checks; a box that one check excludes is left out of the next."""
     alive = np.arange(count)
     for check in checks:
         passing = np.broadcast_to(values.passes(check), alive.shape)

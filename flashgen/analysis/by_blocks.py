@@ -28,7 +28,7 @@ UNIT = 8  # heads that share keys come in groups of so many, as fragments have r
 def objection_to_blocks(spec: AttentionSpec, head_dim: HeadDim) -> str:
     """Why kernels by blocks of keys do not compute a spec at a head dimension; empty where they do.
 
-    This follows from the spec; of a call's sizes ``plan/by_blocks.py`` decides.
+    This depends on the spec alone; ``plan/by_blocks.py`` decides by the sizes of a call.
     """
     select = spec.select
     if select is None or not has_list_for_each_query(lowered(spec).tensors):

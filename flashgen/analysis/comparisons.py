@@ -36,7 +36,7 @@ _ORDER = {Level.ROW: 0, Level.COLUMN: 1}
 
 
 def remainder(op: str, x: Expr, y: Expr) -> Truth | None:
-    """x % m == k as (x - k) % m == 0, which a range decides: one that passes a multiple of m begins again at 0."""
+    """x % m == k as (x - k) % m == 0: a range of x that passes a multiple of m begins again at 0."""
     match x, y:
         case Apply(op="mod", args=(inner, Literal(value=m))), Literal(value=k) if op in ("eq", "ne") and 0 < k < m:
             moved = make("mod", make("sub", inner, y), literal(int(m)))
@@ -45,7 +45,7 @@ def remainder(op: str, x: Expr, y: Expr) -> Truth | None:
 
 
 def sum_of(expr: Expr) -> Linear:
-    """The sum that equals ``expr`` modulo 2**32; what belongs to a head is one point."""
+    """The sum that equals ``expr`` modulo 2**32; values of a head are one point."""
     match expr:
         case Literal(value=value):
             return Linear(int(value))
@@ -87,7 +87,7 @@ def bound(op: str, total: Linear, sides: tuple[Linear, ...]) -> Bound | Unequal 
 
 
 def _end_of(form: Form, value: int) -> tuple[str, str] | None:
-    """(what equality comes to, what inequality does) where the value is an end of what the form may be."""
+    """The results of == and of != where the value is an end of the range of the form."""
     (atom, c), *more = form.terms
     lo, hi = _natural_range(atom)
     if more or c != 1 or value not in (lo, hi):
@@ -116,13 +116,13 @@ def _on_position(bound: Bound) -> Bound:
 
 
 def _divided(total: Linear) -> tuple[dict[Expr, int], dict[Expr, int]]:
-    """The terms that vary in a tile, and those that are points."""
+    """The terms that vary in a tile, and the points."""
     points = {term: c for term, c in total.terms.items() if is_point(term)}
     return {term: c for term, c in total.terms.items() if term not in points}, points
 
 
 def _ordered(terms: Mapping[Expr, int]) -> tuple[tuple[Expr, int], ...]:
-    """Rows' before columns', i and j before others, what is added before what is taken away, otherwise as written."""
+    """The terms in order: rows before columns, i and j first, added before subtracted, otherwise as written."""
 
     def place(term: tuple[Expr, int]) -> tuple[int, bool, bool]:
         return _ORDER.get(level_of(term[0]), 2), term[0] not in (ROW, COLUMN), term[1] < 0
@@ -139,12 +139,12 @@ def _side(total: Linear) -> Side:
 
 
 def _fits_64_bits(total: Linear) -> bool:
-    """Whether sums of 32-bit values with these factors do."""
+    """Whether a sum of 32-bit values with these factors fits in 64 bits."""
     return abs(total.constant) <= _MOST_CONSTANT and all(abs(c) <= MOST_COEFFICIENT for c in total.terms.values())
 
 
 def _fits(total: Linear) -> bool:
-    """Whether the sum stays inside 32 bits whatever the call: it is one value, or its parts are small enough."""
+    """Whether the sum stays inside 32 bits in any call: it is a single value, or its parts are small enough."""
     if total.constant == 0 and list(total.terms.values()) in ([], [1]):
         return True
     lo, hi = natural_ends(total)
@@ -152,13 +152,13 @@ def _fits(total: Linear) -> bool:
 
 
 def has_opposite(total: Linear) -> bool:
-    """Whether it stays inside 32 bits and is not -2**31, which has no absolute value."""
+    """Whether the sum stays inside 32 bits and is never -2**31, which has no absolute value."""
     lo, hi = natural_ends(total)
     return lo > INT_MIN and hi <= INT_MAX
 
 
 def natural_ends(total: Linear) -> tuple[int, int]:
-    """The least and the most that a sum may be in any call."""
+    """The least and the largest value of a sum in any call."""
     lo = hi = total.constant
     for term, c in total.terms.items():
         ends = [c * end for end in _natural_range(term)]
@@ -167,7 +167,7 @@ def natural_ends(total: Linear) -> tuple[int, int]:
 
 
 def _natural_range(atom: Expr) -> tuple[int, int]:
-    """What the atom may be in any call."""
+    """The range of an atom in any call."""
     match atom:
         case Symbol(kind=SymbolKind.INDEX | SymbolKind.SIZE):
             return 0, SIZE_LIMIT - 1

@@ -1,8 +1,8 @@
-"""The language in which a mask is asked about a tile: constraints that hold together, in alternatives.
+"""The constraints by which a mask is decided for a tile: alternatives of constraints that hold together.
 
-``kept.py`` writes a mask so; ``tiles.py`` decides the constraints over ranges, ``emit/ranges.py`` prints the same
-steps. A constraint speaks of a ``Form``, a sum of what depends on the row alone and on the column alone: j, i - j,
-i // 64 - j // 64, doc[b, i] - doc[b, j]. Points are what is one value for a whole head.
+``kept.py`` writes a mask in this form; ``tiles.py`` decides the constraints over ranges, ``emit/ranges.py`` prints the
+same steps. A constraint bounds a ``Form``, a sum of terms of the row alone and of the column alone: j, i - j, i // 64 -
+j // 64, doc[b, i] - doc[b, j]. Points are values that are one number for a whole head.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class Form:
 
     @property
     def is_distance(self) -> bool:
-        """Whether it is i - j."""
         return self.terms == ((ROW, 1), (COLUMN, -1))
 
 
@@ -50,7 +49,7 @@ class Limit:
 
     @property
     def is_number(self) -> bool:
-        """Whether it is known now."""
+        """Whether the limit is a known number, without points."""
         return not self.points and not self.sides
 
 
@@ -64,7 +63,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Bound:
-    """least ≤ form ≤ most, every one of both."""
+    """least ≤ form ≤ most, for every limit of both."""
 
     form: Form
     least: tuple[Limit, ...] = ()
@@ -81,7 +80,7 @@ class Unequal:
 
 @dataclass(frozen=True)
 class Truth:
-    """A condition that only its range decides: it is to be ``value``."""
+    """A condition that is decided by its range alone; it has to be ``value``."""
 
     condition: Expr
     value: bool
@@ -89,14 +88,14 @@ class Truth:
 
 @dataclass(frozen=True)
 class Term:
-    """Constraints that hold together, in the order in which they are asked for."""
+    """Constraints that hold together, in the order in which they are checked."""
 
     bounds: tuple[Bound, ...] = ()
     unequal: tuple[Unequal, ...] = ()
     truths: tuple[Truth, ...] = ()
 
     def tightens(self, number: int) -> bool:
-        """Whether what the bound of this number leaves of i and j is asked for later."""
+        """Whether later constraints ask for the ranges of i and j that this bound narrows."""
         later = [atom for bound in self.bounds[number + 1 :] for atom, _ in bound.form.terms]
         later += [atom for each in self.unequal for atom, _ in each.form.terms]
         later += [each.condition for each in self.truths]
@@ -104,7 +103,7 @@ class Term:
 
 
 def is_point(expr: Expr) -> bool:
-    """Whether it is one value for a whole head."""
+    """Whether an expression is one value for a whole head."""
     return level_of(expr) in (Level.LAUNCH, Level.HEAD)
 
 
@@ -122,7 +121,7 @@ def block_of(atom: Expr) -> tuple[Symbol, Expr] | None:
 
 
 def _reads_position(expr: Expr) -> bool:
-    """Whether i or j occurs outside the indices of loads, which are observed over the whole tile."""
+    """Whether i or j occurs outside of the indices of loads, which are ranges over the whole tile."""
     if isinstance(expr, Symbol):
         return expr in (ROW, COLUMN)
     return isinstance(expr, Apply) and any(_reads_position(each) for each in expr.args)

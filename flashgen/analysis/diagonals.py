@@ -23,11 +23,11 @@ _I, _J = index("i"), index("j")
 
 
 def over_diagonals(variant: Variant, is_kept: Callable[[Expr], bool] = lambda _: True, *, sums: bool = True) -> Variant:
-    """The variant with every such number that ``is_kept`` over ``distance``.
+    """The variant with ``distance`` for i - j in every such number that ``is_kept``.
 
-    ``sums``: so is every read by distance that receives a gradient, which can then be summed along diagonals.
+    ``sums``: also in every read by distance that receives a gradient, which is then summed along diagonals.
     """
-    # Equal specs need not share a text, which sources quote: what was remembered is of the first one.
+    # Equal specs may differ in their text, which sources quote: the cached variant has the text of the first one.
     return replace(_over_diagonals(variant, is_kept, sums), spec=variant.spec)
 
 
@@ -50,7 +50,7 @@ def _over_diagonals(variant: Variant, is_kept: Callable[[Expr], bool], sums: boo
 
 @functools.lru_cache(maxsize=64)
 def diagonal_values(variant: Variant) -> tuple[Expr, ...]:
-    """What a kernel keeps for each diagonal, of a variant over diagonals: of the score as kernels compute it."""
+    """The values of the score that a kernel keeps for each diagonal, of a variant over diagonals."""
     weights = variant.weights
     functions = [variant.score, *([] if weights.weight is None else [weights.weight])]
     roots = [*functions, variant.score_by_dot, variant.score_by_sqdist, variant.weight_by_score]
@@ -74,7 +74,7 @@ def diagonal_values(variant: Variant) -> tuple[Expr, ...]:
 
 
 def by_distance(read: Expr) -> Load | None:
-    """An element over ``distance``, where positions choose it by that alone."""
+    """A load with ``distance`` for i - j, where positions enter its indices only by i - j."""
     found = _over_distance(read)
     return found if isinstance(found, Load) else None
 
@@ -108,7 +108,7 @@ class _Rewriter:
 
 
 def _over_distance(node: Expr, done: dict[Expr, Expr] | None = None) -> Expr | None:
-    """The same as a function of the distance and of what is known before the pair; None where there is none."""
+    """The expression as a function of the distance and of values known before the pair; None where it is not one."""
     if level_of(node) is not Level.PAIR:
         return None
     found = rewrite(node, _with_distance, done)
@@ -116,7 +116,7 @@ def _over_distance(node: Expr, done: dict[Expr, Expr] | None = None) -> Expr | N
 
 
 def _with_distance(node: Expr) -> Expr:
-    """A sum of ints that i enters once, and j with the other sign; a comparison of i and j, neither being negative."""
+    """A sum of ints with i once and j with the other sign, or a comparison of i and j, over ``distance``."""
     match node:
         case Apply(op="add" | "sub", type=ScalarType.INT):
             terms = list(_terms(node, added=True))

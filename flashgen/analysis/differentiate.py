@@ -28,7 +28,7 @@ _BOOL, _FLOAT = ScalarType.BOOL, ScalarType.FLOAT
 
 
 def derivative(expr: Expr, wrt: Expr) -> Expr:
-    """∂expr/∂wrt, by a symbol or a load, compared by structure; literal 0.0 where expr does not depend on it."""
+    """∂expr/∂wrt; the symbol or load ``wrt`` is compared by structure. Literal 0.0 where expr does not depend on it."""
     return derivatives(expr, (wrt,))[wrt]
 
 
@@ -56,7 +56,7 @@ class _Chosen(IntEnum):
 
 @dataclass(frozen=True)
 class _Factor:
-    """What stands for everything below a node in a product, or for everything above it."""
+    """The factor of a product that stands for everything below a node, or for everything above it."""
 
     value: Expr
     chosen: _Chosen = _Chosen.NEVER
@@ -68,10 +68,10 @@ class _Factor:
 
 @dataclass(frozen=True)
 class _Below:
-    """What is known of the nodes that depend on variables, children first.
+    """Tables of the nodes that depend on variables, children first.
 
-    ``variable``: the one below a node, None where there are several. ``derivative``: by that one. ``partials``: by
-    those arguments that matter, (place, ∂node/∂argument).
+    ``variable``: the variable below a node, None where there are several. ``derivative``: by that variable.
+    ``partials``: (place, ∂node/∂argument) of the arguments that depend on variables.
     """
 
     variable: Mapping[Expr, Expr | None]
@@ -108,7 +108,7 @@ def _partials(node: Expr) -> Iterator[tuple[int, Expr]]:
 
 
 def _from_above(root: Expr, below: _Below) -> Iterator[tuple[Expr, Expr]]:
-    """The terms of the derivatives by each variable: from the root down to where one variable is left."""
+    """The derivatives by each variable as terms, from the root down to nodes with one variable left."""
     above = {root: _Factor(_ONE)}
     for node in reversed([each for each, variable in below.variable.items() if variable is None]):
         if node not in above:
@@ -125,7 +125,7 @@ def _from_above(root: Expr, below: _Below) -> Iterator[tuple[Expr, Expr]]:
 
 
 def _times(partial: Expr, factor: _Factor, *, from_above: bool = False) -> _Factor:
-    """partial · factor; where a branch not taken made the factor 0, partial may be infinite, and the product is 0."""
+    """partial · factor, which is 0 where a branch not taken makes the factor 0, even if partial is infinite."""
     product = _product(partial, factor.value, from_above=from_above)
     chosen = factor.chosen
     if isinstance(partial, Apply) and partial.op == "where":
@@ -134,14 +134,14 @@ def _times(partial: Expr, factor: _Factor, *, from_above: bool = False) -> _Fact
 
 
 def _guarded(product: Expr, partial: Expr, factor: _Factor) -> Expr:
-    """The product, asked for only where the factor is not 0, unless ``_product`` saw to that."""
+    """The product, evaluated only where the factor is not 0, unless ``_product`` did that already."""
     if factor.chosen is not _Chosen.DEEPER or _has_literals_only(partial):
         return product
     return _where(_logic("eq", factor.value, _ZERO), _ZERO, product)
 
 
 def _has_literals_only(partial: Expr) -> bool:
-    """Whether it is a finite number, or a choice among such."""
+    """Whether an expression is a finite number, or a choice among such."""
     match partial:
         case Literal(value=value):
             return math.isfinite(value)
@@ -151,14 +151,14 @@ def _has_literals_only(partial: Expr) -> bool:
 
 
 def _is_flat(partial: Expr) -> bool:
-    """Whether a choice has no other one in a branch."""
+    """Whether a choice has no other choice in its branches."""
     return isinstance(partial, Apply) and not any(isinstance(x, Apply) and x.op == "where" for x in partial.args[1:])
 
 
 def _product(partial: Expr, inner: Expr, *, from_above: bool = False) -> Expr:
-    """partial · inner; what selects does so after the product, so that 0 · inf of a branch not taken is 0.
+    """partial · inner; a choice is applied after the product, so that 0 · inf of a branch not taken is 0.
 
-    ``from_above``: the inner factor is written first, as what stands above.
+    ``from_above``: the inner factor, which stands above, is written first.
     """
     if partial == _ONE:
         return inner
@@ -177,7 +177,7 @@ def _product(partial: Expr, inner: Expr, *, from_above: bool = False) -> Expr:
 
 
 def _where(c: Expr, x: Expr, y: Expr) -> Expr:
-    """``x if c else y``; one choice against 0 inside another is one of both, for products to enter at once."""
+    """``x if c else y``; a choice against 0 inside another is merged with it, so that products enter both."""
     if y == _ZERO and isinstance(x, Apply) and _has_zero(x):
         inner, here, there = x.args
         if here == _ZERO:

@@ -25,7 +25,7 @@ def is_of_launch(expr: Expr) -> bool:
 
 
 def gathered(expr: Expr) -> Expr:
-    """The same, with the factors of a launch multiplied by one another first; x · (1 / x) is 1."""
+    """The expression, with factors of a launch multiplied by one another first; x · (1 / x) is 1."""
     return rewrite(expr, _gathered)
 
 
@@ -40,7 +40,7 @@ def factor_of_dot(score: Expr) -> Expr | None:
 
 
 def never_zero(factor: Expr) -> Expr:
-    """The factor, or the least normal number where its magnitude is below. NaN stays."""
+    """The factor, or the least normal number if its magnitude is less. NaN stays."""
     is_small = make("lt", make("abs", factor), literal(_LEAST))
     return make("where", is_small, literal(_LEAST), factor)
 
@@ -58,7 +58,7 @@ def _gathered(node: Expr) -> Expr:
 
 
 def _factors(expr: Expr, *, below: bool = False) -> Iterable[tuple[Expr, bool]]:
-    """The factors of a product, and whether each stands below the line."""
+    """The factors of a product, and whether each is in the denominator."""
     match expr:
         case Apply(op="mul", args=(x, y)) if expr.type is ScalarType.FLOAT:
             yield from _factors(x, below=below)

@@ -1,8 +1,8 @@
-"""The same attention with the query heads of a key/value head as rows: what a list for each query is computed by.
+"""The same attention with the query heads of a key/value head as rows, by which lists for each query are computed.
 
 Stage: analyse, first. In: an ``AttentionSpec`` and how many query heads share keys. Out: a spec of Hkv heads, whose row
-i · group + n is query i of the n-th head of a group. Tensors and params are those of the spec, with their shapes. A
-tile's rows then are of few queries, which select few keys between them.
+i · group + n is query i of the n-th head of a group. Tensors and params keep their shapes. The rows of a tile then
+belong to few queries, which together select few keys.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WIDEST = 128  # head dimension for which that is known
 
 @functools.lru_cache(maxsize=64)
 def by_groups(spec: AttentionSpec, group: int, *, narrow: bool) -> AttentionSpec:
-    """The spec of rows; ``narrow``: for q, k and v of 16 bits. Raises ``ValueError`` for a layout, and for dropout."""
+    """The spec of rows; ``narrow``: q, k and v have 16 bits. Raises ``ValueError`` for a layout, and for dropout."""
     if spec.layout is not None or spec.dropout is not None:
         raise ValueError(f"'{spec.name}' draws blocks, or drops pairs, by the positions of a head")
     count = literal(group)

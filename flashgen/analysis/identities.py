@@ -58,7 +58,7 @@ def _movable(value: float) -> bool:
 
 
 def _factor(expr: Expr) -> tuple[Literal, Expr] | None:
-    """(c, x) of a product c · x with a constant that may move. Constants stand first."""
+    """(c, x) of a product c · x with a movable constant, which stands first."""
     args = _args(expr, "mul")
     if args is not None and isinstance(args[0], Literal):
         constant = args[0]
@@ -182,7 +182,7 @@ def _div(x: Expr, y: Expr) -> Expr | None:
 def reciprocal(x: Expr, y: Expr) -> Expr | None:
     """x / c = (1/c) x, one rounding more, for numbers and sizes.
 
-    Of scores alone: ints that are made of positions would be others.
+    For scores alone: an int that is computed from positions could change.
     """
     if not any(isinstance(node, Symbol) and node.kind is SymbolKind.SCORE for node in walk(x)):
         return None

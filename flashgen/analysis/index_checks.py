@@ -1,4 +1,4 @@
-"""Speaks about index proofs: warnings and errors when a spec is checked, refusals when an op is called.
+"""Diagnostics of index proofs: warnings and errors when a spec is checked, refusals when an op is called.
 
 Stage: analyse (``index_diagnostics``) and call time (``check_index``). In: index proofs. Out: diagnostics; a sentence.
 A call is refused only where an index surely leaves its dimension, or where boxes as small as the search allows do not
@@ -73,7 +73,7 @@ def _clamped(written: str, proof: IndexProof) -> str:
 
 
 def _definition(written: str, spec: AttentionSpec, use: Span | None) -> tuple[str, ...]:
-    """Where the ``let`` behind an index that is one name stands."""
+    """The place of the ``let`` behind an index that is a single name."""
     for statement in spec.statements:
         name = re.match(r"(?:let\s+)?([A-Za-z_]\w*)\s*=", statement.text)
         if statement.keyword == "let" and name is not None and name[1] == written:
@@ -86,22 +86,22 @@ def _definition(written: str, spec: AttentionSpec, use: Span | None) -> tuple[st
 
 
 @dataclass(frozen=True)
-class _Written:
+class _WrittenIndex:
     text: str
     span: Span | None
 
 
-def _written(proof: IndexProof, sources: Sequence[Source]) -> _Written:
-    """The index in the source, where the load stands there with its brackets; else the index written anew."""
+def _written(proof: IndexProof, sources: Sequence[Source]) -> _WrittenIndex:
+    """The index as the source has it, where the load stands there with its brackets; else the index printed anew."""
     span = proof.load.span
     parts = [] if span is None else _parts(proof.load, span, sources)
     if len(parts) == len(proof.load.indices):
         return parts[proof.dimension]
-    return _Written(text(proof.position), proof.position.span if span is None else span)
+    return _WrittenIndex(text(proof.position), proof.position.span if span is None else span)
 
 
-def _parts(load: Load, span: Span, sources: Sequence[Source]) -> list[_Written]:
-    """The indices between the brackets of ``t[…, …]`` at ``span``, if that is what stands there."""
+def _parts(load: Load, span: Span, sources: Sequence[Source]) -> list[_WrittenIndex]:
+    """The indices between the brackets of ``t[…, …]`` at ``span``, if that is the text there."""
     source = next((each for each in sources if each.name == span.file), None)
     if source is None:
         return []
@@ -120,13 +120,13 @@ def _parts(load: Load, span: Span, sources: Sequence[Source]) -> list[_Written]:
     return parts
 
 
-def _part(code: str, start: int, file: str, starts: Sequence[int]) -> _Written:
+def _part(code: str, start: int, file: str, starts: Sequence[int]) -> _WrittenIndex:
     """One index, without the space around it; ``starts`` are the offsets at which lines begin."""
     first = start + len(code) - len(code.lstrip())
     end = start + len(code.rstrip())
     line, end_line = bisect_right(starts, first), bisect_right(starts, end)
     span = Span(file, line, first - starts[line - 1] + 1, end_line, end - starts[end_line - 1] + 1)
-    return _Written(" ".join(code.split()), span)
+    return _WrittenIndex(" ".join(code.split()), span)
 
 
 # When an op is called -------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def check_index(
 ) -> str | None:
     """What is wrong with an index that is checked at call time, for these sizes (B H Hkv Nq Nk) and values of params.
 
-    None: nothing is, or the proof asks for a param that is not known, and the kernel clamps.
+    None: nothing is wrong, or the proof needs a param that is not known, and the kernel clamps.
     """
     if proof.status is not IndexStatus.CALL_TIME or min(sizes[name] for name in SIZE_OF.values()) == 0:
         return None

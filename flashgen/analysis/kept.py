@@ -1,15 +1,15 @@
-"""Whether a tile may hold a kept pair, or one that is not: the mask as unions of constraints on a box.
+"""Whether a tile may hold a kept pair, or a dropped one: the mask as unions of constraints on a box.
 
-Stage: analyse and after. In: the condition under which a pair is kept. Out: the condition, or its
-negation, as alternatives (``Term``) of constraints that hold together (``constraints.py``). A comparison of ints
-that are sums of what depends on the row alone and on the column alone bounds such a sum (``comparisons.py``). Over a
-box of rows and columns an alternative restricts i and j, then bounds every form in turn; it is possible where no range
-comes out empty. Bounds on one form meet before they are asked for, and the negation of a union is an intersection:
-intervals that abut or overlap merge by themselves. With bounds on i, j, i - j the answer is exact, as every difference
-between the ends occurs in a box. The rest is evaluated as a range over what is left.
+Stage: analyse and after. In: the condition under which a pair is kept. Out: the condition, or its negation, as
+alternatives (``Term``) of constraints that hold together (``constraints.py``). A comparison of int sums, of terms of
+the row alone and of the column alone, bounds such a sum (``comparisons.py``). Over a box of rows and columns an
+alternative narrows i and j, then bounds each form in turn; it is possible where no range becomes empty. Bounds on one
+form are intersected first, and the negation of a union is an intersection, so that intervals that abut or overlap
+merge. For bounds on i, j and i - j the answer is exact, as every difference between the ends occurs in a box. Other
+conditions are evaluated as ranges over the narrowed box.
 
 ``tiles.py`` evaluates the steps of a term over ranges, ``emit/ranges.py`` prints them. Neither is ever wrong: where
-ints may wrap the bound is dropped, and what is not known is possible.
+ints may wrap, the bound is dropped, and an unknown answer means possible.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HALVES = {"eq": ("le", "ge"), "ne": ("lt", "gt")}
 
 
 def kept_terms(keep: Expr, value: bool = True) -> tuple[Term, ...]:
-    """The alternatives under which a pair is kept, or, for the ``value`` False, is not."""
+    """The alternatives under which a pair is kept; with ``value`` False, those under which it is dropped."""
     whole = _Reader().parts(keep, value)
     split = [part for parts in whole for part in _split(parts)]
     alternatives = split if len(split) <= 2 * MOST_TERMS else whole
@@ -47,13 +47,13 @@ _Wanted = tuple[Expr, bool]  # a condition, and what it is to be
 
 
 class _Reader:
-    """Takes a condition apart; remembers the parts, which may occur under both truth values."""
+    """Takes a condition apart. Parts are cached, as they may occur with both truth values."""
 
     def __init__(self) -> None:
         self._found: dict[_Wanted, list[_Parts]] = {}
 
     def parts(self, condition: Expr, value: bool) -> list[_Parts]:
-        """The alternatives under which ``condition`` is ``value``, not yet joined to terms."""
+        """The alternatives, not yet joined to terms, under which ``condition`` is ``value``."""
         wanted = (condition, value)
         if wanted not in self._found:
             parts = self._parts(condition, value)
@@ -84,7 +84,7 @@ class _Reader:
         return [(Truth(condition, value),)]
 
     def _all(self, wanted: Iterable[_Wanted]) -> list[_Parts]:
-        """Each alternative of one with each of the next, but for those that exclude each other."""
+        """Each alternative of one condition with each of the next, without those that exclude each other."""
         found: list[_Parts] = [()]
         for condition, value in wanted:
             joined = _joined(found, self.parts(condition, value))
@@ -100,7 +100,8 @@ class _Reader:
         return self._compared(op, left.plus(right, -1), (left, right))
 
     def _compared(self, op: str, total: Linear, sides: tuple[Linear, ...]) -> list[_Parts] | None:
-        """The alternatives under which ``total op 0``; None where a part is neither a row's nor a column's.
+        """The alternatives of ``total op 0``; None where a term belongs neither to the row alone nor to the column
+        alone.
 
         ``sides`` are the sums that kernels compute on the way, modulo 2**32.
         """
@@ -126,7 +127,7 @@ class _Reader:
 
 
 def _split(parts: _Parts) -> list[_Parts]:
-    """form ≠ limit as less or greater, where that says something about positions that other parts read."""
+    """form ≠ limit as less or greater, where that narrows positions that other parts read."""
     split: list[_Parts] = [()]
     for part in parts:
         if isinstance(part, Unequal) and len(parts) > 1 and all(block_of(atom) for atom, _ in part.form.terms):
@@ -138,12 +139,12 @@ def _split(parts: _Parts) -> list[_Parts]:
 
 
 def _joined(some: Iterable[_Parts], others: Iterable[_Parts]) -> list[_Parts]:
-    """Both at once, where that can be."""
+    """Each of ``some`` with each of ``others``, where both can hold together."""
     return [parts for one, other in product(some, others) if _term(parts := one + other) is not None]
 
 
 def _term(parts: _Parts) -> Term | None:
-    """The parts as a term, bounds on one form joined; None where known bounds exclude each other."""
+    """The parts as a term, with the bounds on each form joined; None where known bounds exclude each other."""
     least: dict[Form, list[Limit]] = {}
     most: dict[Form, list[Limit]] = {}
     for part in parts:
@@ -161,13 +162,13 @@ def _term(parts: _Parts) -> Term | None:
 
 
 def _precedence(bound: Bound) -> tuple[bool, bool, int]:
-    """i and j first, then i - j, then other forms: those first that leave less of i and j."""
+    """i and j first, then i - j, then other forms: first the bounds that narrow i and j most."""
     form = bound.form
     return form.axis is None, not form.is_distance, sum(block_of(atom) is None for atom, _ in form.terms)
 
 
 def _tightest(limits: Iterable[Limit], choose: Callable[[Iterable[int]], int]) -> tuple[Limit, ...]:
-    """Of limits that are numbers only the tightest."""
+    """The limits, but of numbers only the tightest."""
     distinct = dict.fromkeys(limits)
     numbers = [limit.constant for limit in distinct if limit.is_number]
     return (*(Limit(choose(numbers)) for _ in numbers[:1]), *(limit for limit in distinct if not limit.is_number))
@@ -179,9 +180,9 @@ def _is_empty(bound: Bound) -> bool:
 
 @dataclass(frozen=True)
 class _Choices:
-    """What a minimum, a maximum, an absolute value or a choice may be: options, each under conditions.
+    """The possible values of a minimum, maximum, absolute value or choice: options, each under conditions.
 
-    ``every``: all options have to satisfy the comparison; otherwise one.
+    ``every``: all options have to satisfy the comparison; else one has to.
     """
 
     options: tuple[tuple[tuple[_Wanted, ...], Expr], ...]
@@ -189,7 +190,7 @@ class _Choices:
 
 
 def _choices(term: Expr, *, downward: bool) -> _Choices | None:
-    """The options of a term; ``downward``: where the comparison holds for a value it holds for smaller ones."""
+    """The options of a term; ``downward``: if the comparison holds for a value, it holds for smaller ones."""
     match term:
         case Apply(op="where", args=(c, x, y)):
             return _Choices(((((c, True),), x), (((c, False),), y)), every=False)

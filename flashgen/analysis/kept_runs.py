@@ -1,9 +1,9 @@
-"""Which positions of a line a mask keeps, as runs: of a row its keys, of a column its queries.
+"""The positions of a line that a mask keeps, as runs: the keys of a row, or the queries of a column.
 
-Stage: analyse and after. In: the condition under which a pair is kept, and the axis along which a line goes. Out:
-``Run``s, whose ends are sums of what is one value for the line; a position is kept where one of them has it. None where
-the mask says something else, which has to be asked for each pair. Kernels make bits of runs once a line, so that a pair
-of a masked tile costs a selection.
+Stage: analyse and after. In: the condition under which a pair is kept, and the axis along which the line runs. Out:
+``Run``s, whose ends are sums of values that are constant along the line; a position is kept where one of the runs has
+it. None where the mask has another form, so that each pair has to be checked. Kernels turn runs into bits once a line;
+a pair of a masked tile then costs one selection.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Run:
-    """Positions p in all ``blocks`` with every ``least`` ≤ p ≤ every ``most``; of a line where no sum of
-    ``not_negative`` is below 0 and all ``truths`` hold, of others none. Sums are over the integers.
+    """Positions p in all ``blocks`` with every ``least`` ≤ p ≤ every ``most``, over the integers.
+
+    The run is empty on a line where a sum of ``not_negative`` is below 0, or one of ``truths`` does not hold.
     """
 
     least: tuple[Linear, ...]
@@ -49,7 +50,7 @@ class Run:
 
 
 def kept_runs(keep: Expr, axis: Symbol) -> tuple[Run, ...] | None:
-    """The runs along ``axis`` (i or j) of a line of the other one; None where a pair has to be asked."""
+    """The runs along ``axis`` (i or j), for a line of the other axis; None where each pair has to be checked."""
     terms = kept_terms(keep)
     if not 0 < len(terms) <= MOST_RUNS:
         return None
@@ -63,13 +64,13 @@ def kept_runs(keep: Expr, axis: Symbol) -> tuple[Run, ...] | None:
 
 
 def fits_position(end: Linear) -> bool:
-    """Whether an end less a position stays inside 32 bits in any call."""
+    """Whether an end minus a position stays inside 32 bits in any call."""
     lo, hi = natural_ends(end)
     return lo >= -SIZE_LIMIT and hi <= INT_MAX
 
 
 def _run(term: Term, axis: Symbol) -> Run | None:
-    """A term as a run; None where something in it depends on both positions in another way."""
+    """A term as a run; None where a constraint depends on both positions in another way."""
     least: list[Linear] = []
     most: list[Linear] = []
     blocks: list[Blocks] = []

@@ -23,7 +23,7 @@ class Level(Enum):
     PAIR = "pair"
 
     def is_vector(self, lanes: "Level") -> bool:
-        """Whether values differ within a vector of neighbours of the level ``lanes``, rows or columns."""
+        """Whether values differ within a vector of neighbouring ``lanes``, which are rows or columns."""
         return self in (lanes, Level.DIAGONAL, Level.PAIR)
 
 
@@ -38,19 +38,19 @@ def level_of(expr: Expr) -> Level:
 
 
 def kept_level(expr: Expr) -> Level:
-    """The level at which a kernel keeps a value: for a diagonal it has floats, of which pairs make ints and bools."""
+    """The level at which a kernel stores a value: floats alone are stored by diagonals; ints and bools by pairs."""
     level = level_of(expr)
     return Level.PAIR if level is Level.DIAGONAL and expr.type is not ScalarType.FLOAT else level
 
 
 def mask_axes(keep: Expr) -> frozenset[str]:
-    """The axes of a call that a mask tells apart: of ``b`` and ``h``; ``hkv`` where heads that share keys share it."""
+    """The axes, of ``b`` and ``h``, along which a mask may differ; ``hkv`` where heads of a group share the mask."""
     found = index_set(keep) & {"b", "h"}
     return found if "h" not in found or index("h") in set(walk(keep)) else found - {"h"} | {"hkv"}
 
 
 def observed_loads(keep: Expr) -> tuple[tuple[Load, ...], tuple[Load, ...]]:
-    """The elements that a mask reads by row, and those by column: one index of the pair matters."""
+    """The loads of a mask by row, and by column: those whose indices have one position of the pair."""
     loads = [node for node in walk(keep) if isinstance(node, Load)]
     return (
         tuple(each for each in loads if level_of(each) is Level.ROW),

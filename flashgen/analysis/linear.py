@@ -26,7 +26,6 @@ class Linear:
     terms: Mapping[Expr, int] = field(default_factory=dict)
 
     def plus(self, other: Linear, factor: int = 1) -> Linear:
-        """self + factor · other."""
         terms = dict(self.terms)
         for atom, coefficient in other.terms.items():
             terms[atom] = terms.get(atom, 0) + factor * coefficient
@@ -34,12 +33,11 @@ class Linear:
         return Linear(self.constant + factor * other.constant, kept)
 
     def without(self, atom: Expr) -> Linear:
-        """The form less its term in ``atom``."""
         return Linear(self.constant, {a: c for a, c in self.terms.items() if a != atom})
 
     @property
     def key(self) -> Key:
-        """The terms, to look up what is known about their sum."""
+        """The terms as a key, for facts about their sum."""
         return frozenset(self.terms.items())
 
 
@@ -88,7 +86,7 @@ def wraps(expr: Apply, range_of: RangeOf) -> bool:
 
 
 def range_of_form(form: Linear, range_of: RangeOf, known: Mapping[Key, IntRange]) -> tuple[int, int]:
-    """(lo, hi) over the integers, from the ranges of the atoms and from what is known of sums of the same atoms."""
+    """(lo, hi) over the integers, from the ranges of the atoms and from known ranges of the same sum."""
     lo = hi = form.constant
     for atom, coefficient in form.terms.items():
         r = range_of(atom)

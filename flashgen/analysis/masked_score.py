@@ -31,7 +31,7 @@ def split_masked_score(score: Expr) -> tuple[Expr, Expr]:
 
 @dataclass(frozen=True)
 class _Split:
-    """A score is ``score`` where both conditions hold, and else -inf. ``keep`` does not read the score."""
+    """A score that is ``score`` where both conditions hold, else -inf. ``keep`` does not read the score."""
 
     score: Expr
     by_score: Expr = _TRUE
@@ -39,7 +39,7 @@ class _Split:
 
 
 class _Splitter:
-    """Splits scores and conditions; remembers the parts, which ``let`` shares."""
+    """Splits scores and conditions; parts are cached, as ``let`` shares them."""
 
     def __init__(self) -> None:
         self._reads: dict[Expr, bool] = {}
@@ -47,7 +47,7 @@ class _Splitter:
         self._needs: dict[tuple[Expr, bool], Expr] = {}
 
     def split(self, score: Expr) -> _Split:
-        """What is known of a part of the score."""
+        """The split of a part of the score."""
         if score not in self._splits:
             self._splits[score] = self._split(score)
         return self._splits[score]
@@ -81,7 +81,7 @@ class _Splitter:
         return _Split(score, by_score, make("or", x.keep, y.keep))
 
     def _only(self, c: Expr, split: _Split) -> _Split:
-        """A score that is -inf unless ``c``."""
+        """The score, with -inf where ``c`` does not hold."""
         by_score, keep = split.by_score, split.keep
         for part in reversed(conjuncts(c)):
             keep = make("and", self._needed(part, True), keep)
@@ -90,7 +90,7 @@ class _Splitter:
         return _Split(split.score, by_score, keep)
 
     def _needed(self, condition: Expr, value: bool) -> Expr:
-        """What has to hold of positions for ``condition`` to be ``value``; as much as is known without the score."""
+        """The condition on positions wherever ``condition`` is ``value``, as far as it is known without the score."""
         wanted = (condition, value)
         if wanted not in self._needs:
             self._needs[wanted] = self._need(condition, value)
@@ -118,7 +118,7 @@ class _Splitter:
 
 
 def conjuncts(condition: Expr) -> tuple[Expr, ...]:
-    """Conditions that hold together exactly where this one holds."""
+    """Conditions whose conjunction is this one."""
     match condition:
         case Apply(op="and", args=(x, y)):
             return (*conjuncts(x), *conjuncts(y))

@@ -1,8 +1,8 @@
-"""Scores that are linear in a squared distance, without what all keys of a query share.
+"""Scores that are linear in a squared distance, split into a part of the pair and a part of the row.
 
-Stage: analyse. In: a score. Out: ``SplitNorms``, if there is one. With |q - k|² = |q|² + |k|² - 2 q·k, f |q - k|² is
-f |k|² - 2 f q·k, of which f |k|² is computed once a key, and f |q|², which drops out of a softmax where f is the same
-for all keys of a query. Nothing is clamped at 0 then. Does NOT know of weights; who asks does.
+Stage: analyse. In: a score. Out: ``SplitNorms``, if there is one. With |q - k|² = |q|² + |k|² - 2 q·k, f |q - k|² is f
+|k|² - 2 f q·k + f |q|². f |k|² is computed once a key; f |q|² cancels in a softmax where f is the same for all keys of
+a query. The distance is not clamped at 0 then. Does NOT know of weights; its caller does.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _MANY = 2**30
 
 @dataclass(frozen=True)
 class SplitNorms:
-    """``pairs`` + ``rows`` is the score; ``rows``, ``factor`` times |q|², is the same for all keys of a query.
+    """The score as ``pairs`` + ``rows``; ``rows``, ``factor`` times |q|², is the same for all keys of a query.
 
-    ``of_key`` is what |k|² is multiplied by once a key, the same for all rows of a head; None: by nothing.
+    ``of_key`` is the factor by which |k|² is multiplied once a key, the same for all rows of a head; None: no factor.
     """
 
     pairs: Expr
@@ -42,7 +42,7 @@ class SplitNorms:
 
 
 def split_norms(score: Expr) -> SplitNorms | None:
-    """None where a score is not linear in ‖q - k‖², or by a factor that a formula may make infinite."""
+    """The split; None where a score is not linear in ‖q - k‖², or its factor may be infinite."""
     parts = _parts(score)
     if parts is None or parts.factor is None or not _is_finite(parts.factor):
         return None
@@ -61,7 +61,7 @@ def split_norms(score: Expr) -> SplitNorms | None:
 
 @dataclass(frozen=True)
 class _Parts:
-    """``factor`` |q - k|² + ``rest``, each where there is one."""
+    """``factor`` |q - k|² + ``rest``; each may be absent."""
 
     factor: Expr | None
     rest: Expr | None
@@ -111,7 +111,7 @@ def _sum(op: str, left: _Parts, right: _Parts) -> _Parts:
 
 
 def _is_finite(factor: Expr) -> bool:
-    """Whether a factor is a number where what is captured are ordinary ones, wherever the row is."""
+    """Whether a factor is finite at every row, for ordinary captured values."""
     ranges: dict[Expr, Range] = {}
     for node in walk(factor):
         if isinstance(node, Symbol) and node.type is ScalarType.INT:

@@ -1,7 +1,7 @@
-"""What kernels see of captured tensors by row and by column: the elements that rows read, no box around them.
+"""Captured tensors as kernels see them by row and by column: the elements that rows read, instead of a box around them.
 
 In: a mask, captured tensors, sizes and params of a call. Out: the mask and tensors in which an element that a row (a
-column) reads by several indices, ``t[i, Nq - 1 - i]``, is one of [B, H, N].
+column) reads by several indices, ``t[i, Nq - 1 - i]``, is an element of [B, H, N].
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POSITION = {"i": "Nq", "j": "Nk"}
 def by_position(
     keep: Expr, tensors: Mapping[str, Any], sizes: Mapping[str, int], params: Mapping[str, Any]
 ) -> tuple[Expr, Mapping[str, Any]]:
-    """The mask and its tensors. What reads a tensor that is not there stays as it is."""
+    """The mask and its tensors. Loads of tensors that are not given stay as they are."""
     found = dict(tensors)
     while True:
         wanted = next((each for loads in observed_loads(keep) for each in loads if _is_box(each, found)), None)
@@ -39,7 +39,7 @@ def by_position(
 
 
 def _is_box(load: Load, tensors: Mapping[str, Any]) -> bool:
-    """Whether several indices vary along the position, and nothing inside of one is such an element."""
+    """Whether several indices vary along the position, and no load inside of an index is such an element."""
     inside = [each for each in walk(*load.indices) if isinstance(each, Load)]
     if any(each.tensor not in tensors for each in (load, *inside)) or any(_is_box(each, tensors) for each in inside):
         return False
@@ -49,7 +49,7 @@ def _is_box(load: Load, tensors: Mapping[str, Any]) -> bool:
 def _values(
     load: Load, position: str, tensors: Mapping[str, Any], sizes: Mapping[str, int], params: Mapping[str, Any]
 ) -> Any:
-    """What all positions read, of each b and h; [B or 1, H or 1, N or 1]."""
+    """The elements that all positions read, for each b and h; [B or 1, H or 1, N or 1]."""
     heads = np.arange(sizes["H"])[:, None]
     symbols = {"b": np.arange(sizes["B"])[:, None, None], "h": heads, "hkv": heads // heads_of_key_head(sizes)}
     symbols[position] = np.arange(sizes[_POSITION[position]])

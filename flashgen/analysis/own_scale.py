@@ -1,8 +1,8 @@
-"""What of a captured tensor counts: its numbers, its differences with itself, or its order alone.
+"""By what a captured tensor matters: by its numbers, by their differences, or by their order alone.
 
-Stage: analyse. In: an ``AttentionSpec``. Out: ``Scale``s: captured tensors that share one, and what of it their values
-enter by. Kernels read 32 bits. Where only differences count, a call may take the same off every number before it
-narrows them (time stamps); where only comparisons count, it may number them by size (hashes, ids).
+Stage: analyse. In: an ``AttentionSpec``. Out: ``Scale``s: captured tensors on one scale, and the way in which their
+values matter. Kernels read 32 bits. Where only differences matter, a call may subtract one offset from every number
+before it narrows them (time stamps); where only comparisons matter, it may replace numbers by ranks (hashes, ids).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flashgen.ir.types import ElementType, ScalarType
 
 
 class Use(IntEnum):
-    """What of the values counts; each says more than the one before."""
+    """The way in which values matter; each value of the enum includes the ones before."""
 
     ORDER = 0
     DIFFERENCE = 1
@@ -27,14 +27,14 @@ class Use(IntEnum):
 
 @dataclass(frozen=True)
 class Scale:
-    """Captured tensors, by their places among those of the spec, whose values meet each other."""
+    """Captured tensors, by their indices in the spec, whose values are compared or subtracted."""
 
     tensors: tuple[int, ...]
     use: Use
 
 
 def scales(spec: AttentionSpec) -> tuple[Scale, ...]:
-    """One for every captured tensor of numbers that formulas read, or for several that are compared with each other.
+    """The scales of all captured tensors of numbers that formulas read, one for tensors that meet each other.
 
     The lists of ``select`` are read in 64 bits.
     """
@@ -61,44 +61,44 @@ _WIDEST = frozenset((ElementType.I32, ElementType.I64, ElementType.F32))
 
 
 @dataclass(frozen=True)
-class _Sum:
-    """How an expression grows where all numbers of tensors do by one; ``is_element``: it is one of those numbers."""
+class _TensorSum:
+    """How an expression changes when all numbers of tensors grow by one; ``is_element``: it is one of those numbers."""
 
     terms: Mapping[str, int | float]
     is_element: bool = False
 
-    def plus(self, other: _Sum, factor: float = 1) -> _Sum:
-        """The sum with another, which counts so often."""
+    def plus(self, other: _TensorSum, factor: float = 1) -> _TensorSum:
+        """The sum with another one, multiplied by a factor."""
         total = dict(self.terms)
         for name, count in other.terms.items():
             total[name] = total.get(name, 0) + factor * count
-        return _Sum(total)
+        return _TensorSum(total)
 
 
-_NONE = _Sum({})
+_NONE = _TensorSum({})
 
 
 @dataclass
 class _Uses:
-    """``uses`` of each tensor, those that it stands ``together`` with, and the ``sums`` that nodes are."""
+    """The ``uses`` of each tensor, the tensors on its scale (``together``), and the ``sums`` of nodes."""
 
     uses: dict[str, Use]
     together: dict[str, set[str]]
     kinds: Mapping[str, ScalarType]
-    sums: dict[Expr, _Sum] = field(default_factory=dict)
+    sums: dict[Expr, _TensorSum] = field(default_factory=dict)
 
     def settle(self, *nodes: Expr) -> None:
-        """Take the values of nodes for what they are."""
+        """Record that the values of these nodes matter."""
         for node in nodes:
             self._meet(self.sums[node], Use.DIFFERENCE)
 
-    def of(self, node: Expr) -> _Sum:
-        """What a node is whose children are in ``sums``; what of these counts is marked."""
+    def of(self, node: Expr) -> _TensorSum:
+        """The sum of a node whose children are in ``sums``; uses of these are recorded."""
         own = [self.sums[child] for child in node.children]
         match node:
             case Load(tensor=name):
                 self.settle(*node.children)
-                return _Sum({name: 1}, is_element=True) if name in self.uses else _NONE
+                return _TensorSum({name: 1}, is_element=True) if name in self.uses else _NONE
             case Apply(op="add" | "sub" as op):
                 return own[0].plus(own[1], 1 if op == "add" else -1)
             case Apply(op="neg"):
@@ -110,18 +110,18 @@ class _Uses:
             case Apply(op="where" | "min" | "max"):
                 _, x, y = (_NONE, *own)[-3:]
                 self._meeting(x, y)
-                return _Sum(x.terms, x.is_element and y.is_element)
+                return _TensorSum(x.terms, x.is_element and y.is_element)
             case Apply(op=op) if OPERATORS[op].flipped:
                 self._meeting(*own)
             case _:
                 self.settle(*node.children)
         return _NONE
 
-    def _meeting(self, x: _Sum, y: _Sum) -> None:
+    def _meeting(self, x: _TensorSum, y: _TensorSum) -> None:
         self._meet(x.plus(y, -1), Use.ORDER if x.is_element and y.is_element else Use.DIFFERENCE)
 
-    def _meet(self, total: _Sum, use: Use) -> None:
-        """Of tensors this total counts, which stays the same where the numbers of all of them grow by one."""
+    def _meet(self, total: _TensorSum, use: Use) -> None:
+        """Record how the tensors of a total matter: as ``use`` says if a common offset cancels, else by numbers."""
         met = [name for name, count in total.terms.items() if count]
         stays = sum(total.terms.values()) == 0 and len({self.kinds[name] for name in met}) <= 1
         whole = set[str]().union(*(self.together[name] for name in met))

@@ -1,11 +1,11 @@
-"""Tiles that ranges leave open, cut into pieces until ranges settle each.
+"""Tiles that ranges leave open are cut into pieces until ranges settle each piece.
 
 Stage: analyse and after. In: a mask over positions alone, and the ranges of a tile. Out: whether ranges decide such a
-mask anyway (``is_decided``), and where the tile is cut: at the blocks of the mask, then at multiples of powers of two.
-A tile that holds parts of several blocks, or several rows of an image, is exactly what its parts are. ``boxes.py``
-follows the cuts, and so do GPU kernels (``templates/include/flashgen/pieces.cuh``), which would have to load a tile to
-look at its pairs. A tile is cut only so often; what is open then counts as PARTIAL. Masks that read captured tensors
-are not cut: what is known of rows and columns is known of sixteen at a time.
+mask exactly (``is_decided``), and where the tile is cut: at the blocks of the mask, then at multiples of powers of two.
+A tile that holds parts of several blocks, or several rows of an image, has the class that its parts have. ``boxes.py``
+follows the cuts; so do GPU kernels (``templates/include/flashgen/pieces.cuh``), which otherwise had to load the tile to
+check its pairs. The number of cuts is limited; a tile that is still open counts as PARTIAL. Masks that read captured
+tensors are not cut, as their values are known for sixteen rows or columns at a time.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def stays_open(keep: Expr) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def is_cut(keep: Expr) -> bool:
-    """Whether open tiles are cut: where a mask draws its blocks (by a hash, by bits), so that ranges leave many open.
+    """Whether open tiles are cut: for masks with drawn blocks (by a hash, by bits), whose ranges leave many tiles open.
 
-    Where it compares positions ranges leave few; on an H200 to look for them took as long as half a forward pass.
+    Comparisons of positions leave few open. On an H200, cutting these took as long as half a forward pass.
     """
     return stays_open(keep) and any(term.truths for term in kept_terms(keep))
 
 
 def is_irregular(keep: Expr) -> bool:
-    """Whether a mask over positions alone may keep many runs of keys a row: not bounds on what rises or falls alone."""
+    """Whether a mask over positions alone may keep many runs of keys a row, as no bound on a monotone function does."""
     if _reads_tensors(keep):
         return False
     return any(
@@ -86,7 +86,7 @@ def block_sizes(keep: Expr, axis: Symbol) -> tuple[int, ...]:
 
 
 def _is_moved(expr: Expr, axis: Symbol) -> bool:
-    """Whether it is the position, with a constant added or taken away."""
+    """Whether an expression is the position plus or minus a constant."""
     match expr:
         case Apply(op="add" | "sub", args=(x, Literal())):
             return x == axis
@@ -98,9 +98,7 @@ def _is_moved(expr: Expr, axis: Symbol) -> bool:
 
 @dataclass(frozen=True)
 class Cut:
-    """``at`` is the first position of the second part; ``block`` the size of blocks that it lies between, 1 where none
-    does, 0 where there is nothing to cut.
-    """
+    """``at``: the first position of the second part; ``block``: the blocks' size, 1 without blocks, 0 without a cut."""
 
     at: int
     block: int
@@ -109,7 +107,7 @@ class Cut:
 def halves(
     i: IntRange, j: IntRange, row_sizes: tuple[int, ...], column_sizes: tuple[int, ...]
 ) -> tuple[tuple[IntRange, IntRange], tuple[IntRange, IntRange]] | None:
-    """Rows and columns in two, between larger blocks first, then across the longer side; None for a single pair."""
+    """Rows and columns cut in two, first between larger blocks, then across the longer side; None for a single pair."""
     rows, columns = cut(i, row_sizes), cut(j, column_sizes)
     if max(rows.block, columns.block) == 0:
         return None
@@ -120,7 +118,7 @@ def halves(
 
 @functools.lru_cache(maxsize=1 << 14)
 def cut(x: IntRange, sizes: tuple[int, ...]) -> Cut:
-    """Where a range is cut: between the largest blocks that it holds parts of, else at a multiple of a power of two."""
+    """Where a range is cut: between the largest blocks that it has parts of, else at a multiple of a power of two."""
     middle = x.lo + (x.hi - x.lo + 1) // 2
     for size in sizes:
         at = (middle + size // 2) // size * size
@@ -136,11 +134,10 @@ def cut(x: IntRange, sizes: tuple[int, ...]) -> Cut:
 
 
 def is_decided(term: Term) -> bool:
-    """Whether ranges are never wider than the pairs of a tile: it bounds i, j, one difference, and one thing more.
+    """Whether ranges decide a tile exactly: the mask bounds i, j, one difference, and one expression more.
 
-    What i, j and i - j (or the difference of blocks of one size) may be at once leaves each of them, and each alone,
-    every value between its ends. Whatever else is asked has to depend on one of them; without a difference rows and
-    columns are independent.
+    Bounds on i, j and i - j (or the difference of blocks of one size) leave each of them every value between its ends.
+    The other expression has to depend on one of them alone; without a difference, rows and columns are independent.
     """
     differences = [bound for bound in term.bounds if _is_difference(bound.form)]
     others: list[Bound | Unequal | Truth] = [
@@ -162,7 +159,7 @@ def _is_difference(form: Form) -> bool:
 
 
 def _is_exact(part: Bound | Unequal | Truth) -> bool:
-    """Whether it holds somewhere in a box whenever its range says so."""
+    """Whether the condition holds somewhere in a box whenever its range says so."""
     match part:
         case Unequal(form=form):
             return all(_has_its_ends(atom) for atom, _ in form.terms)
@@ -177,7 +174,7 @@ def _is_exact(part: Bound | Unequal | Truth) -> bool:
 
 
 def _follows(part: Bound | Unequal | Truth, difference: Form) -> bool:
-    """Whether it depends on i alone, on j alone, or on i - j where that is the difference that is bounded."""
+    """Whether an expression depends on i alone, on j alone, or on i - j where that is the bounded difference."""
     exprs = [part.condition] if isinstance(part, Truth) else [atom for atom, _ in part.form.terms]
     if len(frozenset[str]().union(*(index_set(each) for each in exprs)) & {"i", "j"}) == 1:
         return True
@@ -191,14 +188,14 @@ def _reads_through_distance(expr: Expr) -> bool:
 
 
 def _width(least: tuple[Limit, ...], most: tuple[Limit, ...]) -> int:
-    """How many values there are between the ends; 0 where they are not known now."""
+    """The number of values between the ends; 0 where they are not known now."""
     if not all(limit.is_number for limit in (*least, *most)):
         return 0
     return min(limit.constant for limit in most) - max(limit.constant for limit in least) + 1
 
 
 def _has_its_ends(atom: Expr) -> bool:
-    """Whether the ends of its range occur."""
+    """Whether an atom takes both ends of its range."""
     match atom:
         case Apply(op="mod", args=(x, Literal())):
             return _is_sum_without_gaps(x)
@@ -206,7 +203,7 @@ def _has_its_ends(atom: Expr) -> bool:
 
 
 def _has_no_gaps(atom: Expr) -> bool:
-    """Whether it takes every value between its ends while i, or j, takes every value of a range."""
+    """Whether an expression takes every value between its ends while i, or j, takes every value of a range."""
     match atom:
         case Symbol():
             return atom in (ROW, COLUMN)
@@ -222,7 +219,7 @@ def _has_no_gaps(atom: Expr) -> bool:
 
 
 def _is_sum_without_gaps(expr: Expr) -> bool:
-    """The same of a sum or difference of a row's and a column's."""
+    """Whether a sum or difference of a term of the row and one of the column takes every value between its ends."""
     if level_of(expr) is not Level.PAIR:
         return _has_no_gaps(expr)
     match expr:

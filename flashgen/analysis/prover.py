@@ -1,8 +1,8 @@
 """Proves that linear forms over indices and sizes are never negative, whatever the sizes.
 
-Stage: analyse. In: a ``Linear`` and facts. Out: proved, or not known. Indices are replaced by their ends, 0 and
-size - 1; min, max, clamp, abs and conditionals are split into cases, floor divisions are bounded from both sides.
-Sizes are at least 1 and below ``SIZE_LIMIT``; the op refuses larger ones. Does NOT look for counterexamples.
+Stage: analyse. In: a ``Linear`` and facts. Out: proved, or not known. Indices are replaced by their ends, 0 and size -
+1; min, max, clamp, abs and conditionals are split into cases, floor divisions are bounded from both sides. Sizes are at
+least 1 and below ``SIZE_LIMIT``; the op refuses larger ones. Does NOT look for counterexamples.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from flashgen.analysis.identities import make
 from flashgen.analysis.linear import Linear, range_of_form
-from flashgen.analysis.ranging import NO_FACTS, Evaluator, Facts
+from flashgen.analysis.ranging import NO_FACTS, Facts, RangeEvaluator
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, index, literal, size
 from flashgen.ir.interval import INT_MIN, IntRange, Range
@@ -25,7 +25,7 @@ Case = tuple[Linear, Expr | None]  # a form that must not be negative where the 
 
 
 def symbol_ranges(sizes: Mapping[str, int] | None) -> dict[Expr, Range]:
-    """Ranges of indices and sizes: for these sizes, or for all. A size of 0 leaves its index at 0."""
+    """Ranges of indices and sizes, for given sizes or for all. A size of 0 leaves its index at 0."""
     ranges: dict[Expr, Range] = {}
     for name, extent in SIZE_OF.items():
         lo, hi = (1, SIZE_LIMIT - 1) if sizes is None else (sizes[extent], sizes[extent])
@@ -37,7 +37,7 @@ def symbol_ranges(sizes: Mapping[str, int] | None) -> dict[Expr, Range]:
 class Prover:
     """Proofs over all sizes; ``evaluator`` holds the ranges of ``symbol_ranges(None)``."""
 
-    def __init__(self, evaluator: Evaluator) -> None:
+    def __init__(self, evaluator: RangeEvaluator) -> None:
         self._evaluator = evaluator
         self._steps = _MAX_STEPS
 
@@ -68,7 +68,7 @@ class Prover:
         return inside is None or self.nonnegative(form, inside, depth)
 
     def _reductions(self, form: Linear, facts: Facts) -> Iterator[tuple[Case, ...]]:
-        """Sets of cases, each of which would do: the form is no less than its case wherever the condition holds."""
+        """Sets of cases, any of which suffices: where its condition holds, a case is no more than the form."""
         yield from self._divisions(form, facts)
         for atom, coefficient in form.terms.items():
             rest = form.without(atom)
@@ -89,7 +89,7 @@ class Prover:
             yield ((ended, None),)
 
     def _alternatives(self, atom: Expr, coefficient: int, facts: Facts) -> Iterator[tuple[Case, ...]]:
-        """Values one of which the atom has, or which bound it on the side that counts."""
+        """The values that an atom may have, or bounds of it on the side that matters."""
 
         def form(expr: Expr) -> Linear:
             return self._evaluator.linear(expr, facts)
@@ -140,7 +140,7 @@ class Prover:
                     yield ((x.plus(y, -1).plus(shift), None),)
 
     def _at_ends(self, form: Linear) -> Linear:
-        """Each index at the end that makes the form smallest."""
+        """The form with each index at the end that makes the form smallest."""
         for atom, coefficient in form.terms.items():
             if isinstance(atom, Symbol) and atom.kind is SymbolKind.INDEX:
                 end = Linear(-1, {size(SIZE_OF[atom.name]): 1})
@@ -148,7 +148,7 @@ class Prover:
         return form
 
     def _has_other_cases(self, form: Linear, before: Linear) -> bool:
-        """Whether a form of as many terms has one in the place of another that falls into cases."""
+        """Whether a form of as many terms has an atom with cases in the place of another one."""
         new = form.terms.keys() - before.terms.keys()
         return len(form.terms) == len(before.terms) and any(isinstance(atom, Apply) for atom in new)
 

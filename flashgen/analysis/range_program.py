@@ -56,7 +56,7 @@ class Elements:
 
 @dataclass(frozen=True)
 class Rule:
-    """What an operator makes of ranges."""
+    """The range of an operator over ranges."""
 
     op: str
     type: ScalarType
@@ -87,7 +87,7 @@ class Fits:
 
 @dataclass(frozen=True)
 class End:
-    """An offset that a range ends at, where ``fits`` says that it does; None: always."""
+    """An offset at which a range ends, if ``fits`` holds; None: always."""
 
     offset: Register
     fits: Register | None
@@ -95,7 +95,7 @@ class End:
 
 @dataclass(frozen=True)
 class Clipped:
-    """A range between ends, every one of both."""
+    """The intersection of a range with ends."""
 
     of: Register
     least: tuple[End, ...]
@@ -104,7 +104,7 @@ class Clipped:
 
 @dataclass(frozen=True)
 class Left:
-    """What is left of ``position`` where sign · (position // block) + Σ coefficient · other lies in ``form``.
+    """The range of ``position`` where sign · (position // block) + Σ coefficient · other lies in ``form``.
 
     ``block`` is a point, which may be 0 or less; None: 1.
     """
@@ -148,7 +148,7 @@ Alternative = tuple[Check, ...]  # a pair may satisfy it where all checks pass, 
 
 @dataclass(frozen=True)
 class RangeProgram:
-    """A pair of a tile may be kept where one of ``kept`` passes, and may be dropped where one of ``dropped`` does."""
+    """A pair of a tile may be kept if one of ``kept`` passes, and may be dropped if one of ``dropped`` does."""
 
     steps: tuple[Step, ...]
     kept: tuple[Alternative, ...]
@@ -156,7 +156,7 @@ class RangeProgram:
 
 
 def reads(step: Step) -> tuple[Register, ...]:
-    """The steps that a step reads."""
+    """The steps whose values a step reads."""
     match step:
         case Elements(indices=found) | Rule(args=found):
             return found
@@ -172,7 +172,7 @@ def reads(step: Step) -> tuple[Register, ...]:
 
 
 def asks(check: Check) -> tuple[Register, ...]:
-    """The steps that a check reads."""
+    """The steps whose values a check reads."""
     match check:
         case Differs(of=of, end=end):
             return (of, *_of_end(end))
@@ -196,14 +196,13 @@ def range_program(keep: Expr) -> RangeProgram:
 
 @dataclass(frozen=True)
 class _Box:
-    """What is left of a tile: the ranges of i and j, and of i - j where that is known better."""
+    """The narrowed tile: the ranges of i and j, and of i - j where that is narrower than their difference."""
 
     i: Register
     j: Register
     distance: Register | None = None
 
     def of(self, position: Symbol) -> Register:
-        """The range of i or j."""
         return self.i if position == ROW else self.j
 
     def with_position(self, position: Symbol, register: Register) -> _Box:
@@ -212,7 +211,7 @@ class _Box:
 
 
 class _Lowering:
-    """Writes steps; equal steps are one."""
+    """Writes steps; equal steps are written once."""
 
     def __init__(self) -> None:
         self._numbers: dict[Step, Register] = {}
@@ -220,7 +219,6 @@ class _Lowering:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """What was written, in order."""
         return tuple(self._numbers)
 
     def _step(self, step: Step) -> Register:
@@ -236,7 +234,7 @@ class _Lowering:
         return tuple(checks)
 
     def _bound(self, bound: Bound, box: _Box, checks: list[Check], *, is_needed: bool) -> _Box:
-        """Adds the check; the box that the bound leaves where later checks need it."""
+        """Add the check of a bound; returns the box that the bound leaves, if later checks need it."""
         measured = self._measure(bound.form, box)
         least = tuple(self._end(each) for each in bound.least)
         most = tuple(self._end(each) for each in bound.most)
@@ -245,7 +243,7 @@ class _Lowering:
         return self._restricted(bound.form, left, box, checks) if is_needed else box
 
     def _restricted(self, form: Form, left: Register, box: _Box, checks: list[Check]) -> _Box:
-        """What the range of a form leaves of i and j, each atom what the others leave to it."""
+        """The box with i and j narrowed by the range of a form: each atom gets what the other atoms leave of it."""
         if form.axis is not None:
             return box.with_position(form.axis, left)
         if form.is_distance:
@@ -285,7 +283,7 @@ class _Lowering:
         return self._step(Offset(limit.constant, points))
 
     def _range(self, node: Expr, box: _Box) -> Register:
-        """The range of an expression over what is left of the tile; of elements over the whole of it."""
+        """The step of an expression's range over the narrowed tile; elements are those of the whole tile."""
         if is_point(node):
             return self._step(Point(node))
         if box.distance is not None and node in (ROW_LESS_COLUMN, COLUMN_LESS_ROW):

@@ -1,8 +1,8 @@
-"""Evaluates range programs over many boxes at a time: each step once, when a check first asks for it.
+"""Evaluates range programs over many boxes at a time; each step is evaluated when a check first needs it.
 
-Stage: analyse and after. In: a ``RangeProgram``, and the ranges of symbols, one for all boxes or one for each. Out:
-whether a check passes. Sums of forms are arithmetic on arrays of ends; what any other operator makes of ranges is asked
-of the operator table, once for each combination of ranges that occurs. Does NOT know a tile.
+Stage: analyse and after. In: a ``RangeProgram``, and ranges of symbols, one for all boxes or one for each. Out: whether
+a check passes. Sums of forms are arithmetic on arrays of ends; other operators are evaluated by the operator table,
+once for each combination of ranges that occurs. Does NOT know tiles.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ _MOST_REMEMBERED = 1 << 16  # combinations of ranges, of one operator
 
 @dataclass(frozen=True, eq=False)
 class Ranges:
-    """A range for each box: ends of ints; whether false and true may be, of bools; ends and NaN, of floats."""
+    """A range for each box: ends of ints; whether bools may be false and true; ends of floats, and NaN."""
 
     type: ScalarType
     columns: tuple[NDArray[np.generic], ...]
 
     @property
     def keys(self) -> tuple[NDArray[np.generic], ...]:
-        """The columns, floats as their bits: 0.0 and -0.0 are two keys."""
+        """The columns as keys, floats by their bits: 0.0 and -0.0 differ."""
         return tuple(each.view(np.int64) if each.dtype == np.float64 else each for each in self.columns)
 
     def take(self, chosen: Flags) -> Ranges:
@@ -69,10 +69,10 @@ Known = dict[Expr, "Range | Ranges"]
 
 
 class RangeValues:
-    """The values of a program's steps, over some boxes: a value is one range for all, or one for each.
+    """The values of a program's steps over some boxes: one range for all boxes, or one for each.
 
-    ``known`` are the ranges of symbols; without ``loads`` nothing is known of captured tensors. With ``computed`` what
-    depends on no row and no column is the number that a kernel computes, not a range that holds it on every machine.
+    ``known`` are the ranges of symbols; without ``loads`` captured tensors are unknown. With ``computed``, a value
+    without rows and columns is the number that a kernel computes, not a range that covers every machine.
     """
 
     def __init__(self, program: RangeProgram, known: Known, loads: LoadRange | None, *, computed: bool = False) -> None:
@@ -80,7 +80,7 @@ class RangeValues:
         self._values: dict[Register, Any] = {}  # ranges; of Fits flags
 
     def of(self, chosen: Flags) -> RangeValues:
-        """The same over some of the boxes."""
+        """The values over some of the boxes."""
         known: Known = {expr: _some(found, chosen) for expr, found in self._known.items()}
         some = RangeValues(self._program, known, self._loads, computed=self._computed)
         some._values = {register: _some(found, chosen) for register, found in self._values.items()}
@@ -156,7 +156,6 @@ class RangeValues:
         return _of_ends(np.maximum(first, low), np.minimum(last, high))
 
     def _total(self, terms: tuple[tuple[Register, int], ...]) -> Ends:
-        """Σ coefficient · range."""
         least, most = 0, 0
         for register, coefficient in terms:
             lo, hi = self._ends(register)
@@ -192,7 +191,7 @@ def _of_ends(lo: Ints, hi: Ints) -> Range | Ranges:
 
 
 def _of_blocks(x: Ends, size: Ends) -> Ends:
-    """Of x = p // size, p: ends of all p of 32 bits; every p where the size is not known."""
+    """The ends of p with x = p // size in a range, within 32 bits; every p where the size is not known."""
     lo, hi = (np.clip(end, INT_MIN, INT_MAX) for end in x)
     least, most = size
     any_ = np.where((least == 0) & (lo <= 0) & (hi >= 0), _FAR, 0)  # p // 0 = 0
@@ -206,14 +205,14 @@ def _chosen(flag: Flags | bool, x: Ints, y: Ints) -> Ints:
 
 
 def _some(found: Any, chosen: Flags) -> Any:
-    """Of what is known of each box, or of all: that of some boxes."""
+    """The values of some boxes, from one value for all or one for each."""
     if isinstance(found, Ranges):
         return found.take(chosen)
     return found[chosen] if isinstance(found, np.ndarray) and found.ndim else found
 
 
 def _number(op: str, *operands: Range) -> Range:
-    """The value where all operands have one, in float32, else what the operator makes of the ranges."""
+    """The single value, in float32, where all operands are single values; else the operator's range."""
     found = OPERATORS[op].interval(*operands)
     if isinstance(found, FloatRange) and all(_is_number(each) for each in operands):
         return _single(
@@ -240,7 +239,7 @@ def _single(value: float) -> FloatRange:
 def _by_rows(
     scalar: ScalarType, children: Sequence[Range | Ranges], rule: str | Callable[..., Range]
 ) -> Range | Ranges:
-    """What an operator of the table, or a function, makes of ranges, box by box where they vary."""
+    """The range of an operator of the table, or of a function, box by box where operands vary."""
     if not any(isinstance(each, Ranges) for each in children):
         return (OPERATORS[rule].interval if isinstance(rule, str) else rule)(*children)
     arguments = tuple(each.type if isinstance(each, Ranges) else each for each in children)
@@ -253,7 +252,7 @@ def _by_rows(
 
 
 class _Rule(dict[_Row, _Row]):
-    """What a rule makes of ranges, remembered; arguments are types where they vary, else ranges."""
+    """The cached ranges of a rule; arguments are types where they vary over boxes, else ranges."""
 
     def __init__(self, interval: Callable[..., Range], arguments: Sequence[ScalarType | Range]) -> None:
         super().__init__()
@@ -276,13 +275,13 @@ class _Rule(dict[_Row, _Row]):
 
 @functools.lru_cache(maxsize=256)
 def _rule(op: str, arguments: tuple[ScalarType | Range, ...], spelling: str) -> _Rule:
-    """An operator's, with what it was asked before; ``spelling`` of the arguments tells -0.0 from 0.0."""
+    """The rule of an operator, cached; ``spelling`` of the arguments distinguishes -0.0 from 0.0."""
     assert spelling
     return _Rule(OPERATORS[op].interval, arguments)
 
 
 def _float_range(lo: int, hi: int, may_be_nan: int) -> FloatRange:
-    """From the bits of the ends."""
+    """A range of floats from the bits of its ends."""
     first, last = struct.unpack("dd", struct.pack("qq", lo, hi))
     return FloatRange(first, last, bool(may_be_nan))
 

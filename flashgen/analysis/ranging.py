@@ -27,7 +27,7 @@ _EXACT_FLOAT = 2**24  # ints up to here are floats
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """What is known beyond the ranges of symbols: of nodes, and of linear forms less their constants."""
+    """Known ranges beyond those of symbols: of nodes, and of linear forms without their constants."""
 
     nodes: Mapping[Expr, Range] = field(default_factory=dict)
     sums: Mapping[Key, IntRange] = field(default_factory=dict)
@@ -43,12 +43,12 @@ def bounds(
     loads: LoadRange | None = None,
 ) -> Range:
     """The range of ``expr``, given ranges of symbols and conditions that are true."""
-    evaluator = Evaluator(ranges, loads)
+    evaluator = RangeEvaluator(ranges, loads)
     return evaluator.range(expr, evaluator.facts(conditions) or NO_FACTS)
 
 
 def range_of_number(value: bool | int | float) -> Range:
-    """The range of a value that is known."""
+    """The range of a single value."""
     if isinstance(value, bool):
         return interval.truth(value)
     return IntRange(value, value) if isinstance(value, int) else point(value)
@@ -70,8 +70,8 @@ def plain_range(
     raise AssertionError(f"no range for {type(node).__name__}")
 
 
-class Evaluator:
-    """Evaluates expressions over one set of ranges; remembers what it found under which facts."""
+class RangeEvaluator:
+    """Evaluates expressions over one set of ranges; results are cached by the facts that they depend on."""
 
     def __init__(self, ranges: Mapping[Expr, Range], loads: LoadRange | None = None) -> None:
         self._ranges = ranges
@@ -109,7 +109,7 @@ class Evaluator:
         return branches[0] if len(branches) == 1 else interval.hull(*branches)
 
     def _branch(self, facts: Facts, condition: Expr, truth: bool) -> Facts | None:
-        """The facts inside a branch; None where it is never taken."""
+        """The facts inside a branch; None where the branch is never taken."""
         if self._branches <= 0:
             return facts
         self._branches -= 1
@@ -121,7 +121,7 @@ class Evaluator:
         return found
 
     def _narrowed(self, node: Expr, found: Range, facts: Facts) -> Range:
-        """``found``, met with what is known of the node and of its linear form."""
+        """``found``, intersected with the known ranges of the node and of its linear form."""
         if (known := facts.nodes.get(node)) is not None:
             found = interval.meet(found, known) or known
         if facts.sums and isinstance(found, IntRange) and isinstance(node, Apply):
@@ -140,14 +140,14 @@ class Evaluator:
     # Conditions -------------------------------------------------------------------------------------------------------
 
     def facts(self, conditions: Iterable[Expr]) -> Facts | None:
-        """What is known where all of these hold; None where they cannot."""
+        """The facts that follow from all of these conditions; None where they contradict each other."""
         facts: Facts | None = NO_FACTS
         for condition in conditions:
             facts = None if facts is None else self.assume(facts, condition)
         return facts
 
     def assume(self, facts: Facts, condition: Expr, truth: bool = True) -> Facts | None:
-        """``facts``, and that ``condition`` is ``truth``; None where that cannot be."""
+        """``facts`` with ``condition`` being ``truth``; None where they contradict it."""
         already = self._bool(condition, facts)
         if not (already.may_be_true if truth else already.may_be_false):
             return None
@@ -197,7 +197,7 @@ class Evaluator:
         return _with_sum(facts, self.linear(x, facts).plus(self.linear(y, facts), -1), lo, hi)
 
     def _learn(self, facts: Facts, node: Expr, new: Range | None) -> Facts | None:
-        """That the node is in ``new``, and what follows for the nodes that it is computed from."""
+        """The facts with the node in ``new``, and what follows for the node's arguments."""
         met = None if new is None else interval.meet(self.range(node, facts), new)
         if met is None:
             return None
@@ -240,7 +240,7 @@ def _with(facts: Facts, node: Expr, known: Range) -> Facts:
 
 
 def _with_sum(facts: Facts, form: Linear, lo: float, hi: float) -> Facts:
-    """``facts``, and that lo ≤ form ≤ hi; also of its negative. A single atom is known as a node already."""
+    """``facts`` with lo ≤ form ≤ hi, also for the negative form. A single atom has its range as a node."""
     if len(form.terms) < 2:
         return facts
     sums = dict(facts.sums)

@@ -32,11 +32,11 @@ _OF_A_CALL = frozenset({"B", "H", "Hkv", "D", "Dv"})  # sizes that all sequences
 
 @dataclass(frozen=True)
 class Selection:
-    """What is made of the lists of a spec.
+    """The tensors that are made of the lists of a spec.
 
-    ``tiles`` None: there is none. ``columns`` are the keys that one of its elements is of, a multiple of the block;
-    ``axes`` those of b, h or hkv, and i that its dimensions but the last are over. ``tensors`` are all that kernels are
-    given: but for the lists, if nothing else reads them, those of the spec, then what is made.
+    ``tiles`` None: there is no such tensor. ``columns`` is the number of keys for each of its elements, a multiple of
+    the block; ``axes`` are its other dimensions: b, h or hkv, and i. ``tensors`` are all captured tensors of kernels:
+    those of the spec, without lists that nothing else reads, and then the made ones.
     """
 
     select: Select
@@ -48,21 +48,19 @@ class Selection:
 
     @property
     def reads(self) -> frozenset[str]:
-        """The captured tensors that they are made of."""
+        """The captured tensors from which they are made."""
         loads = {node.tensor for node in walk(*self.select.indices) if isinstance(node, Load)}
         return frozenset({self.select.tensor, *loads})
 
     @property
     def made(self) -> tuple[CapturedTensor, ...]:
-        """Of these those that are made of the lists."""
+        """The tensors that are made of the lists."""
         return tuple(each for each in self.tensors if each in (self.bits, self.tiles))
 
 
 @dataclass(frozen=True)
 class ListedBlocks:
-    """How kernels read the lists themselves: ``first`` is the first number of a query's, behind which the others lie,
-    each of a ``block`` of so many keys.
-    """
+    """How kernels read lists: ``first`` is the first number of a query's list; blocks have ``block`` keys."""
 
     first: Load
     block: int
@@ -75,7 +73,7 @@ class ListedBlocks:
 
 @functools.lru_cache(maxsize=256)
 def selection_of(spec: AttentionSpec) -> Selection | None:
-    """What is made of the lists; None where the spec has none."""
+    """The tensors made of the lists; None for a spec without lists."""
     select = spec.select
     if select is None:
         return None
@@ -97,7 +95,7 @@ def selection_of(spec: AttentionSpec) -> Selection | None:
 
 
 def lowered(spec: AttentionSpec) -> AttentionSpec:
-    """The same attention with its selection among the conditions of the mask; a spec without one as it is."""
+    """The same attention with its selection as a condition of the mask; a spec without one as it is."""
     found = selection_of(spec)
     if found is None:
         return spec
@@ -106,32 +104,32 @@ def lowered(spec: AttentionSpec) -> AttentionSpec:
 
 
 def read_of_calls(spec: AttentionSpec, names: Iterable[str]) -> frozenset[str]:
-    """The captured tensors of a spec without which those of its lowered one with these names are not there."""
+    """The captured tensors of a call that are needed for the tensors with these names of the lowered spec."""
     found, wanted = selection_of(spec), frozenset(names)
     made = frozenset() if found is None else frozenset(each.name for each in found.made)
     return wanted if found is None or not made & wanted else wanted - made | found.reads
 
 
 def selected(keep: Expr, tensors: Iterable[CapturedTensor]) -> Expr | None:
-    """Of a lowered spec's mask the condition that asks for a bit; None where there is none."""
+    """The condition of a lowered spec's mask that reads the bit; None where there is none."""
     bits = {each.name for each in tensors if each.made_of is not None and not each.of_tiles}
     reads = (each for each in conjuncts(keep) if any(isinstance(x, Load) and x.tensor in bits for x in walk(each)))
     return next(reads, None)
 
 
 def block_of(tensors: Iterable[CapturedTensor]) -> int:
-    """The keys of a block of a lowered spec, which selects some."""
+    """The number of keys in a block of a lowered spec with a selection."""
     bits = next(each for each in tensors if each.made_of is not None and not each.of_tiles)
     return max(int(node.value) for node in walk(bits.shape[-1]) if isinstance(node, Literal)) // WORD
 
 
 def has_list_for_each_query(tensors: Iterable[CapturedTensor]) -> bool:
-    """Whether each query of a lowered spec has a list of its own, not one that it shares with neighbours."""
+    """Whether each query of a lowered spec has a list of its own, not one for a block of queries."""
     return any(each.made_of is not None and not each.of_tiles and size("Nq") in each.shape for each in tensors)
 
 
 def reads_tiles(keep: Expr, tensors: Iterable[CapturedTensor]) -> bool:
-    """Whether the mask of a lowered spec asks of tiles whether any of their queries selects any of their keys."""
+    """Whether the mask of a lowered spec also reads ``tiles``."""
     tiles = {each.name for each in tensors if each.of_tiles}
     return any(isinstance(node, Load) and node.tensor in tiles for node in walk(keep))
 
@@ -147,7 +145,7 @@ def first_number(select: Select) -> Load:
 
 
 def _of_pair(found: Selection) -> Expr:
-    """Whether the bit of the key's block is set."""
+    """The bit of the key's block, as a condition."""
     block = apply("floordiv", index("j"), literal(found.select.block))
     word = apply("floordiv", index("j"), literal(WORD * found.select.block))
     bits = Load(ScalarType.INT, tensor=found.bits.name, indices=(*found.select.indices, word))
@@ -170,7 +168,7 @@ _EXTENTS = {"b": size("B"), "h": size("H"), "hkv": size("Hkv"), "i": _parts("Nq"
 
 
 def _axes(select: Select) -> Iterator[str]:
-    """What the list of a query depends on; key/value heads stand for their query heads where these do not matter."""
+    """The indices that a query's list depends on; key/value heads stand for query heads where these do not matter."""
     axes = frozenset[str]().union(*map(index_set, select.indices))
     if "b" in axes:
         yield "b"
@@ -181,7 +179,7 @@ def _axes(select: Select) -> Iterator[str]:
 
 
 def _is_of_a_call(select: Select) -> bool:
-    """Whether a query has the same list in a ragged batch as alone, whatever the lengths."""
+    """Whether a query has the same list in a ragged batch as in a call of its own, whatever the lengths."""
     kinds = (SymbolKind.PARAM, SymbolKind.SIZE)
     own = (node for node in walk(*select.indices) if isinstance(node, Symbol) and node.kind in kinds)
     return all(node.name in _OF_A_CALL and node.kind is SymbolKind.SIZE for node in own)

@@ -1,4 +1,4 @@
-"""Simplifies expressions, and finds softmax written as normalised exponentials.
+"""Simplifies expressions; recognises softmax that is written as normalised exponentials.
 
 Stage: analyse. In: typed expressions. Out: equal ones with fewer operations; constants fold in double precision (ints
 exactly). Loses no NaN or infinity that matters; the rules and their limits are in ``identities.py``. Does NOT use

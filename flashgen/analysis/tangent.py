@@ -34,7 +34,7 @@ T_S = score_input("t_s")
 
 
 def tangent_names(spec: AttentionSpec) -> Mapping[str, str]:
-    """What the tangents of captured floats are called, by the names of these; tensors, then params."""
+    """The names of the tangents of captured floats, by the names of these; tensors, then params."""
     captured: tuple[CapturedTensor | Param, ...] = (*spec.tensors, *spec.params)
     taken = {each.name for each in captured}
     found: dict[str, str] = {}
@@ -49,9 +49,10 @@ def tangent_names(spec: AttentionSpec) -> Mapping[str, str]:
 
 
 def with_tangents(spec: AttentionSpec, *, learned: bool = False, moves: bool = False) -> AttentionSpec:
-    """The spec with the tangents of its captured floats behind what it captures.
+    """The spec with the tangents of its captured floats as further captured values.
 
-    ``learned``: values keep their gradients; ``moves``: tangents have them as their values do. Else nothing has one.
+    ``learned``: values keep their gradients; ``moves``: tangents have gradients where their values do. Else nothing has
+    one.
     """
     names = tangent_names(spec)
     tensors = [replace(each, name=names[each.name]) for each in spec.tensors if each.name in names]
@@ -99,10 +100,10 @@ def with_tangent(variant: Variant) -> Variant:
 
 
 def with_slopes(variant: Variant, *, moves: bool = True) -> Variant:
-    """The variant over the same spec, for the kernel that differentiates forward mode backward.
+    """The variant over ``with_tangents`` of its spec, for the kernel that differentiates forward mode backward.
 
-    ``moves``: by the tangents of captured values, too. As forward mode is linear in tangents, gradients by these are
-    those of the backward pass, of what arrives at the tangents of o and lse.
+    ``moves``: also by the tangents of captured values. As forward mode is linear in tangents, these gradients are those
+    of the ordinary backward pass, for gradients that arrive at the tangents of o and lse.
     """
     moving = with_tangent(variant)
     tangent = moving.tangent
@@ -131,7 +132,7 @@ def with_slopes(variant: Variant, *, moves: bool = True) -> Variant:
 def _gradients(
     variant: Variant, spec: AttentionSpec, moved: tuple[Expr | None, Expr | None, Expr | None]
 ) -> tuple[CapturedGradient, ...]:
-    """Of every distinct read that has one: values by what they had before and by what moves, tangents by the latter."""
+    """The captured gradients, with their parts in the tangents of score, weight and sink (``moved``)."""
     captured: tuple[CapturedTensor | Param, ...] = (*spec.tensors, *spec.params)
     learned = {each.name for each in captured if each.grad}
     own = {each.read: each for each in variant.gradients}
@@ -147,7 +148,7 @@ def _gradients(
 
 
 def _by_reads(root: Expr, names: Mapping[str, str]) -> Iterator[Expr]:
-    """∂root/∂read t(read), of every distinct read of a float."""
+    """∂root/∂read t(read), for every distinct read of a float."""
     reads = list(reads_of(names, root))
     slopes = derivatives(root, reads)
     for read in reads:
@@ -155,7 +156,7 @@ def _by_reads(root: Expr, names: Mapping[str, str]) -> Iterator[Expr]:
 
 
 def _tangent_of(read: Load | Symbol, names: Mapping[str, str]) -> Load | Symbol:
-    """What stands for the tangent of a read."""
+    """The expression of a read's tangent."""
     if isinstance(read, Load):
         return _load_of(read, names)
     return replace(read, name=names[read.name])

@@ -48,12 +48,12 @@ INDICES = {name: index(name) for name in ("b", "h", "i", "j", "hkv")}
 
 
 def heads_of_key_head(sizes: Mapping[str, int]) -> int:
-    """How many query heads share a key/value head."""
+    """The number of query heads for each key/value head."""
     return max(sizes.get("H", 1) // max(sizes.get("Hkv", 1), 1), 1)
 
 
 def tile_ranges(tile: Tile) -> dict[Expr, Range]:
-    """What is known of every symbol on a tile."""
+    """The range of every symbol on a tile."""
     ranges: dict[Expr, Range] = {_SIZES[name]: IntRange(value, value) for name, value in tile.sizes.items()}
     for name, r in (("b", tile.b), ("h", tile.h), ("i", tile.i), ("j", tile.j)):
         ranges[INDICES[name]] = r
@@ -93,9 +93,9 @@ def loads_of(tensors: Mapping[str, Any]) -> LoadRange:
 
 
 def loads_of_kernels(tensors: Mapping[str, Any], *, observed: bool = True) -> LoadRange:
-    """What kernels know of the elements of a tile: all of a row or a column, few of a pair, nothing beside a NaN.
+    """The ranges of loads as kernels know them: any elements of a row or column, few of a pair, unknown beside a NaN.
 
-    Where rows and columns are not ``observed``, few of these, too.
+    Where rows and columns are not ``observed``, also few of these.
     """
     loads = loads_of(tensors)
 

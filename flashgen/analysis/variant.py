@@ -55,7 +55,7 @@ _Rule = Callable[[Expr], Expr]
 
 
 def maybe(rule: _Rule, expr: Expr | None) -> Expr | None:
-    """What ``rule`` makes of an expression that need not be there."""
+    """``rule`` of an expression; None for None."""
     return None if expr is None else rule(expr)
 
 
@@ -78,7 +78,7 @@ class CapturedGradient:
 
     @property
     def of_pairs(self) -> tuple[Expr, ...]:
-        """Those that are computed for each pair."""
+        """The derivatives that are computed for each pair."""
         parts = (self.from_score, self.from_weight, self.from_score_tangent, self.from_weight_tangent)
         return tuple(part for part in parts if part is not None)
 
@@ -90,11 +90,10 @@ class CapturedGradient:
 
     @property
     def is_of_sink(self) -> bool:
-        """Whether something arrives through the sink."""
         return self.from_sink is not None or self.from_sink_tangent is not None
 
     def mapped(self, rule: _Rule) -> CapturedGradient:
-        """The same with ``rule`` applied to what is computed for each pair."""
+        """The gradient with ``rule`` applied to everything that is computed for each pair."""
         return replace(
             self,
             from_score=maybe(rule, self.from_score),
@@ -105,22 +104,20 @@ class CapturedGradient:
 
     @property
     def name(self) -> str:
-        """The tensor or param."""
         return self.read.tensor if isinstance(self.read, Load) else self.read.name
 
     @property
     def level(self) -> Level:
-        """How far pair sums are reduced before they are stored."""
         return level_of(self.read)
 
 
 @dataclass(frozen=True)
 class Slopes:
-    """Derivatives of what tangents change, which the backward pass of forward mode takes beside those of the score.
+    """Derivatives of the tangents of score and weight, which the backward pass of forward mode needs in addition.
 
     ``score_by_dot`` is the whole derivative of the score's tangent by dot, ``score_by_sqdist`` the one by |q|² or |k|²
-    (None: there is no sqdist). ``weight_by_score``: of w'(s) t_s and what captured values change, over s and t_s; None
-    where weights are exponential.
+    (None: there is no sqdist). ``weight_by_score`` is that of w'(s) t_s and the captured values' part, over s and t_s;
+    None where weights are exponential.
     """
 
     score_by_dot: Expr
@@ -128,7 +125,6 @@ class Slopes:
     weight_by_score: Expr | None
 
     def mapped(self, rule: _Rule) -> Slopes:
-        """The same with ``rule`` applied to each."""
         by_sqdist, by_score = maybe(rule, self.score_by_sqdist), maybe(rule, self.weight_by_score)
         return Slopes(rule(self.score_by_dot), by_sqdist, by_score)
 
@@ -149,13 +145,11 @@ class Tangent:
 
     @property
     def of_pairs(self) -> tuple[Expr, ...]:
-        """Those that are computed for each pair."""
         slopes = self.slopes
         more = () if slopes is None else (slopes.score_by_dot, slopes.score_by_sqdist, slopes.weight_by_score)
         return tuple(each for each in (self.score, self.weight, *more) if each is not None)
 
     def mapped(self, rule: _Rule) -> Tangent:
-        """The same with ``rule`` applied to what is computed for each pair."""
         return replace(
             self,
             score=rule(self.score),
@@ -200,9 +194,9 @@ class Variant:
 
     @property
     def has_infinities(self) -> bool:
-        """Whether a branch of the score is an infinite number, but for pairs without a weight.
+        """Whether a branch of the score is infinite, other than -inf for pairs without a weight.
 
-        Derivatives of what the other branch reads are 0 there, whatever the gradient that arrives (NaN, most often).
+        Derivatives of the other branch are 0 there, whatever gradient arrives (mostly NaN).
         """
         parts: tuple[Expr, ...] = (self.score,)
         match self.score:
@@ -212,7 +206,7 @@ class Variant:
 
     @property
     def keep_of_pairs(self) -> Expr:
-        """What is asked of each pair: ``keep`` without what follows from the rest, and is there for tiles alone."""
+        """The condition checked for each pair: ``keep`` without ``tiles``, which are for tiles alone."""
         names = {each.name for each in self.spec.tensors if each.of_tiles}
         if not names:
             return self.keep
@@ -221,7 +215,6 @@ class Variant:
 
     @property
     def keep_everything(self) -> bool:
-        """Whether no pair is ever masked."""
         return self.keep == literal(True)
 
     @property
@@ -284,7 +277,7 @@ def linear_factor(variant: Variant) -> Expr | None:
 
 
 def constant_factor(variant: Variant) -> float | None:
-    """The same where it is a constant, what kernels of all kinds and for all targets go by."""
+    """``linear_factor`` where it is a constant, which kernels of all kinds and targets use."""
     factor = linear_factor(variant)
     return float(factor.value) if isinstance(factor, Literal) else None
 
@@ -305,7 +298,7 @@ def _captured_gradients(spec: AttentionSpec, score: Expr, weights: Weights) -> t
 
 
 def reads_of(names: Container[str], *roots: Expr | None) -> Iterator[Load | Symbol]:
-    """Every distinct read of captured values with these names, in the order of first appearance."""
+    """Every distinct read of captured values with these names, by first appearance."""
     for node in walk(*(root for root in roots if root is not None)):
         match node:
             case Load(tensor=name) | Symbol(kind=SymbolKind.PARAM, name=name) if name in names:

@@ -1,7 +1,7 @@
-"""Speaks about weights that cannot be normalised: an error where none is above 0, whatever the score is.
+"""Diagnostics of weights that cannot be normalised: an error where no weight is above 0, whatever the score.
 
-Stage: analyse. In: a spec. Out: diagnostics. Weights that are below 0 for some scores alone are
-taken at their word (specs/LANGUAGE.md, section 7).
+Stage: analyse. In: a spec. Out: diagnostics. Weights that are below 0 for some scores only are allowed
+(specs/LANGUAGE.md, section 7).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Looks at the machine: what flashgen needs, what is there, what is missing and how to get it.
 
-In: this process's environment. Out: a ``Report`` of ``Finding``s, and which backends run here. A look never fails:
-whatever could crash or hang (PyTorch, the driver, CuPy, a library that was just compiled) is asked in a process of its
-own, and an answer that does not come is a finding.
+In: this process's environment. Out: a ``MachineReport`` of ``Finding``s, and which backends run here. A look never
+fails: whatever could crash or hang (PyTorch, the driver, CuPy, a library that was just compiled) is asked in a process
+of its own, and an answer that does not come is a finding.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
+class MachineReport:
     """Everything that was found, and of each backend why it does not run here; empty where it does."""
 
     findings: tuple[Finding, ...]
@@ -73,11 +73,9 @@ class Report:
 
     @property
     def runs(self) -> tuple[str, ...]:
-        """The backends that run here."""
         return tuple(name for name, why in self.backends.items() if not why)
 
     def to_json(self) -> dict[str, object]:
-        """Plain data."""
         return {
             "flashgen": __version__,
             "findings": [asdict(each) for each in self.findings],
@@ -85,7 +83,7 @@ class Report:
         }
 
 
-def examine() -> Report:
+def examine() -> MachineReport:
     """Look at everything; takes as long as PyTorch takes to import, and never raises."""
     with warnings.catch_warnings(), ThreadPoolExecutor(3) as pool:
         warnings.simplefilter("ignore")  # of what could not be used, which is what is reported
@@ -101,7 +99,7 @@ def examine() -> Report:
             *_looked("GPU", lambda: _gpu(answers)),
             *_looked("extras", _extras),
         )
-    return Report(findings, _backends({each.name: each for each in findings}))
+    return MachineReport(findings, _backends({each.name: each for each in findings}))
 
 
 def _looked(name: str, look: Callable[[], Iterator[Finding]]) -> tuple[Finding, ...]:

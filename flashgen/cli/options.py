@@ -60,7 +60,6 @@ class OneOf(click.ParamType):  # type: ignore[type-arg]  # in newer versions of 
         self._what, self._known = what, known
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The name itself."""
         known = tuple(self._known())
         if value not in known:
             near = near_matches(value, known)
@@ -68,7 +67,6 @@ class OneOf(click.ParamType):  # type: ignore[type-arg]  # in newer versions of 
         return value
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
-        """The names that begin like this."""
         return completion.names(self._known(), incomplete)
 
 
@@ -76,7 +74,6 @@ class SomeOf(OneOf):
     """Several such names, with commas between them."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        """Each name once, in the order given."""
         parts = value.split(",") if isinstance(value, str) else value
         return tuple(dict.fromkeys(super(SomeOf, self).convert(part.strip(), param, ctx) for part in parts))
 
@@ -156,7 +153,7 @@ def picture_path(text: str | Path) -> Path:
     return path
 
 
-class SpecFile(click.Path):
+class SpecFileType(click.Path):
     """A file that is there; of one that is not, the nearest names beside it are told."""
 
     def __init__(self) -> None:
@@ -172,7 +169,6 @@ class SpecFile(click.Path):
             raise click.BadParameter(error.message + close, ctx, param) from None
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
-        """Names of the gallery, and files."""
         return completion.spec_files(incomplete)
 
 
@@ -186,7 +182,7 @@ def near_files(path: Path) -> str:
     return f" Did you mean {quoted_list(close)}?" if close else ""
 
 
-SPEC_FILE = SpecFile()
+SPEC_FILE = SpecFileType()
 
 
 def _backends() -> tuple[str, ...]:

@@ -1,7 +1,7 @@
-"""What ranks have to have in common, told before anything else travels, so that a mistake of one is an error on all.
+"""Ranks compare their calls before any rows travel, so that a mistake on one rank is an error on all.
 
-In: what this rank was given, or why that is wrong. Out: what all were given. Raises the same error on every rank. A
-call that is right costs one collective of a few numbers; only what is wrong is told in words.
+In: the call of this rank, or why it is wrong. Out: the facts of every rank. Raises the same error on every rank. A
+correct call costs one collective of a few numbers; only errors are exchanged as text.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from flashgen.distributed.exchange import Group, answering, backend_of
 
 
 @dataclass(frozen=True)
-class Told:
-    """What may differ between ranks: the rows of a rank, the seed that it would take, the time that it predicts."""
+class RankFacts:
+    """What may differ between ranks: the number of rows, the seed that a rank would draw, the time that it predicts."""
 
     length: int
     seed: int = 0
@@ -27,37 +27,36 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Given:
-    """A call as one rank sees it: ``said``, by what it is called, is one for all ranks."""
+class RankCall:
+    """The call of one rank. ``said`` describes each argument in words, by its name: equal on all ranks."""
 
     said: Mapping[str, str]
-    told: Told
+    told: RankFacts
 
     @property
     def digest(self) -> tuple[int, int]:
-        """Of what is one for all ranks."""
         found = hashlib.sha256(repr(self.said).encode()).digest()
         return (int.from_bytes(found[:8], "little", signed=True), int.from_bytes(found[8:16], "little", signed=True))
 
 
 @dataclass(frozen=True)
-class Refused:
-    """What a rank could not take, as a kind of error that every rank can raise."""
+class RankError:
+    """The error of one rank, in a form that every rank can raise."""
 
     error: type[Exception]
     message: str
 
 
-def agree(of_this_rank: Callable[[], Given], group: Group) -> list[Told]:
-    """What every rank told. Raises ``ValueError`` where they differ, and what ``of_this_rank`` raised on any."""
-    mine: Given | Refused
+def agree(of_this_rank: Callable[[], RankCall], group: Group) -> list[RankFacts]:
+    """The facts of every rank. Raises ``ValueError`` where calls differ, and on all ranks what one of them raised."""
+    mine: RankCall | RankError
     try:
         mine = of_this_rank()
-    except Exception as error:  # whatever it is, the others wait for what this rank tells
+    except Exception as error:  # other ranks wait for an answer, whatever the error is
         known = next((kind for kind in (TypeError, ValueError) if isinstance(error, kind)), None)
-        mine = Refused(known or RuntimeError, str(error) if known else f"{type(error).__name__}: {error}")
+        mine = RankError(known or RuntimeError, str(error) if known else f"{type(error).__name__}: {error}")
     numbers = [0] * 6
-    if isinstance(mine, Given):
+    if isinstance(mine, RankCall):
         numbers = [1, *mine.digest, mine.told.length, mine.told.seed, mine.told.nanoseconds]
     with answering(group, "what a call was given"):
         device = "cuda" if backend_of(group, "cpu") == "nccl" else "cpu"
@@ -67,16 +66,16 @@ def agree(of_this_rank: Callable[[], Given], group: Group) -> list[Told]:
         rows = table.tolist()
     if any(row[0] == 0 or row[1:3] != rows[0][1:3] for row in rows):
         _tell(mine, group)
-    return [Told(*row[3:]) for row in rows]
+    return [RankFacts(*row[3:]) for row in rows]
 
 
-def _tell(mine: Given | Refused, group: Group) -> None:
-    """Raises the first of what ranks could not take, else the first difference."""
+def _tell(mine: RankCall | RankError, group: Group) -> None:
+    """Raise the error of the first rank that has one, else the first difference between calls."""
     said: list[Any] = [None] * dist.get_world_size(group)
     with answering(group, "what a call was given"):
         dist.all_gather_object(said, mine, group=group)
     for rank, each in enumerate(said):
-        if isinstance(each, Refused):
+        if isinstance(each, RankError):
             raise each.error(f"rank {rank}: {each.message}")
     for what, wanted in said[0].said.items():
         for rank, each in enumerate(said):

@@ -1,6 +1,7 @@
-"""What one rank is given: q, k and v checked, in the form of a dense call, and described so that ranks can compare.
+"""The arguments of one rank: q, k and v are checked, brought into the form of a dense call, and described in words.
 
-In: the arguments of a call. Out: tensors, words. Raises ``TypeError`` and ``ValueError`` that name the argument.
+In: the arguments of a call. Out: tensors, and texts that ranks compare. Errors are ``TypeError`` and ``ValueError``
+that name the argument.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from flashgen.op.tensor_kinds import check_tensors, has_distributed
 
 
 def autocast(op: AttentionOp, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """q, k and v in the type of an autocast region, as the op takes them there."""
+    """q, k and v in the type of the autocast region, if there is one and the op takes that type."""
     first: object = tensors[0]
     if not isinstance(first, Tensor):
         return tensors
@@ -33,7 +34,7 @@ def autocast(op: AttentionOp, *tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_call(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, backend: str) -> None:
-    """Raise ``TypeError`` and ``ValueError`` for what is no dense call on a group of this backend."""
+    """Raise ``TypeError`` and ``ValueError`` for tensors that a dense call on a group of this backend does not take."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         _check_one(name, x, q, backend)
     _check_together(q, k, v)
@@ -95,13 +96,13 @@ def _check_together(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def described(x: Tensor, flag: bool) -> str:
-    """A tensor but for its rows; ``flag``: gradients are taken."""
+    """A tensor's shape without its number of rows, dtype and device; ``flag``: gradients are recorded."""
     sizes = ", ".join("n" if axis == 2 else str(extent) for axis, extent in enumerate(x.shape))
     return f"[{sizes}] {x.dtype} on {x.device.type}{' with gradient' if flag and x.requires_grad else ''}"
 
 
 def worded(value: object, flag: bool) -> str:
-    """A number, or of a tensor its shape and type."""
+    """A number as text; a tensor as its shape and dtype."""
     if isinstance(value, Tensor) and value.dim():
         gradient = " with gradient" if flag and value.requires_grad else ""
         return f"{list(value.shape)} {value.dtype}{gradient}"
@@ -109,7 +110,7 @@ def worded(value: object, flag: bool) -> str:
 
 
 def dense(op: AttentionOp, rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """[n, H, D] of a ragged batch as a dense call has them, [1, H, n, D]."""
+    """q, k and v [n, H, D] of a ragged batch in the layout of a dense call, [1, H, n, D]."""
     for name, x in zip("qkv", rows, strict=True):
         _check_rows(name, x)
         if x.dim() != 3:

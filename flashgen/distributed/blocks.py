@@ -1,7 +1,7 @@
-"""What a mask keeps, in blocks of queries and keys: how much work positions are, and which keys they need.
+"""Which pairs a mask keeps, by blocks of queries and keys.
 
-In: a spec, sizes, captured tensors, spans of positions. Out: NumPy arrays. Host only; the same on every rank that has
-the same captured tensors.
+In: a spec, sizes, captured tensors, spans of positions. Out: NumPy arrays of shares. Runs on the host; ranks that have
+the same captured tensors get the same shares.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from flashgen.op.selected import lowered_tensors
 from flashgen.op.tensor_kinds import as_arrays
 from flashgen.plan.tile_counts import known_params
 
-Span = tuple[int, int]  # positions, the second is behind the last
+Span = tuple[int, int]  # positions from the first to the one behind the last
 _Ends = tuple[NDArray[np.int64], NDArray[np.int64]] | NDArray[np.int64]
 
-MOST_BLOCKS = 256  # of keys, so that a look at a mask takes milliseconds
-MOST_ROWS = 8  # parts of a span of queries that are looked at
-_SETTLED_AT_ONCE = 4096  # boxes of single spans; of more, boxes of many come first
-_COARSE = 32  # of these along queries, and along keys
-_MOST_HEADS = 64  # pairs of b and h; where masks have more, nothing is known of b and h beyond these
+MOST_BLOCKS = 256  # blocks of keys: to classify a mask then takes milliseconds
+MOST_ROWS = 8  # parts into which a span of queries is divided
+_SETTLED_AT_ONCE = 4096  # pairs of spans up to which each is classified alone; else larger boxes come first
+_COARSE = 32  # larger boxes along queries, and along keys
+_MOST_HEADS = 64  # pairs (b, h) up to which each is classified; masks that differ by more count as half kept
 
 
 _variant = functools.lru_cache(maxsize=64)(analyse)
@@ -42,17 +42,17 @@ _variant = functools.lru_cache(maxsize=64)(analyse)
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask of one call: sizes of the whole by name, and the values of what it reads."""
+    """The mask of one call, with the sizes of the whole call and the values of the params and tensors that it reads."""
 
     variant: Variant
     sizes: Mapping[str, int]
     params: Mapping[str, bool | int | float]
     tensors: Mapping[str, NDArray[np.generic]]
-    b: int | None = None  # where it is that of one sequence of the batch alone
+    b: int | None = None  # the sequence of a ragged batch that the mask is for; None: all of the batch
 
     @property
     def key(self) -> str:
-        """Equal for equal masks."""
+        """A digest, equal for equal masks."""
         digest = hashlib.sha256(
             repr((self.variant.keep, sorted(self.sizes.items()), sorted(self.params.items()), self.b)).encode()
         )
@@ -69,7 +69,7 @@ def mask_of(
     captured: Mapping[str, object],
     b: int | None = None,
 ) -> Mask:
-    """The mask of a call, or of sequence ``b`` of it. What it reads of tensors on a device is copied to the host."""
+    """The mask of a call, or of its sequence ``b``. Tensors that the mask reads are copied to the host."""
     variant = _variant(spec, head_dim)
     sizes = {**sizes, "D": head_dim.qk, "Dv": head_dim.v}
     reads, names = read_by(spec, head_dim)
@@ -112,16 +112,16 @@ def cuts(start: int, stop: int, parts: int) -> list[Span]:
 
 
 def moved(span: Span, by: int) -> Span:
-    """The same span, counted from another place."""
+    """The span with ``by`` added to both ends."""
     return span[0] + by, span[1] + by
 
 
 def kept(mask: Mask, queries: Sequence[Span], keys: Sequence[Span]) -> NDArray[np.float64]:
-    """The share of the pairs that is kept, [queries, keys]: 0 where none is, 1 where all are, else a half.
+    """The share of kept pairs of each two spans, [queries, keys]: 0 for none, 1 for all, else a half.
 
-    The mean over b and h; 0 only where it is 0 for each of them.
+    Shares are means over b and h, and 0 only where no b and h keeps a pair.
     """
-    pairs = _told_apart(mask)
+    pairs = _distinct_heads(mask)
     if not queries or not keys or not pairs:  # of no batch and no heads nothing is kept
         return np.zeros((len(queries), len(keys)))
     if len(pairs) > _MOST_HEADS:
@@ -135,7 +135,7 @@ def kept(mask: Mask, queries: Sequence[Span], keys: Sequence[Span]) -> NDArray[n
 
 
 class _Spans:
-    """Those of some spans that hold something, ascending; ``places`` says where they stood."""
+    """The spans that are not empty, ascending. ``places`` are their numbers in the given list."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         ends = np.array(spans, np.int64)
@@ -145,12 +145,12 @@ class _Spans:
         self.count = len(self.places)
 
     def steps(self, parts: int) -> NDArray[np.int64]:
-        """Where parts of about as many spans begin, and the end."""
+        """Where each of ``parts`` equal groups of spans begins, and the end of the last."""
         return np.linspace(0, self.count, min(parts, self.count) + 1).astype(np.int64)
 
 
 def _shares(mask: Mask, place: tuple[int, int], q: _Spans, k: _Spans) -> NDArray[np.float64]:
-    """The shares of one head: boxes of many spans are settled at once, or halved."""
+    """The shares of one (b, h). A box of many spans that is neither full nor empty is halved."""
     found = np.zeros((q.count, k.count))
     rows, columns = (spans.steps(spans.count if q.count * k.count <= _SETTLED_AT_ONCE else _COARSE) for spans in (q, k))
     r0, c0 = (each.ravel() for each in np.meshgrid(rows[:-1], columns[:-1], indexing="ij"))
@@ -158,7 +158,7 @@ def _shares(mask: Mask, place: tuple[int, int], q: _Spans, k: _Spans) -> NDArray
     while len(r0):
         classes = _classes(mask, place, (q.starts[r0], q.stops[r1 - 1]), (k.starts[c0], k.stops[c1 - 1]))
         single = (r1 - r0 == 1) & (c1 - c0 == 1)
-        found[r0[single], c0[single]] = classes[single] / TileClass.FULL  # of a PARTIAL one half
+        found[r0[single], c0[single]] = classes[single] / TileClass.FULL  # PARTIAL counts as a half
         for x0, x1, y0, y1 in np.stack([r0, r1, c0, c1], 1)[~single & (classes == TileClass.FULL)].tolist():
             found[x0:x1, y0:y1] = 1.0
         left = ~single & (classes != TileClass.EMPTY) & (classes != TileClass.FULL)
@@ -171,19 +171,19 @@ def _shares(mask: Mask, place: tuple[int, int], q: _Spans, k: _Spans) -> NDArray
 
 
 def kept_of_pairs(mask: Mask, q: NDArray[np.int64], k: NDArray[np.int64]) -> NDArray[np.float64]:
-    """The same of spans of queries [n, 2], each with one of keys [n, 2]."""
-    pairs = _told_apart(mask)
+    """The shares of kept pairs of n spans of queries [n, 2], each with one span of keys [n, 2]."""
+    pairs = _distinct_heads(mask)
     some = (q[:, 1] > q[:, 0]) & (k[:, 1] > k[:, 0])
     if len(pairs) > _MOST_HEADS:
         return np.where(some, 0.5, 0.0)
     total = np.zeros(len(q))
-    for place in pairs:  # of a PARTIAL one half
+    for place in pairs:  # PARTIAL counts as a half
         total += _classes(mask, place, q.T, k.T) / TileClass.FULL
     return np.where(some, total / max(len(pairs), 1), 0.0)
 
 
 def _classes(mask: Mask, place: tuple[int, int], queries: _Ends, keys: _Ends) -> NDArray[np.int8]:
-    """Of boxes of one b and h, from where spans of queries and of keys begin and end."""
+    """The classes of the boxes that spans of queries and of keys make, for one (b, h)."""
     count = len(queries[0])
     boxes = Boxes(
         b=np.full(count, place[0]),
@@ -198,8 +198,8 @@ def _classes(mask: Mask, place: tuple[int, int], queries: _Ends, keys: _Ends) ->
     return classify_boxes(mask.variant.keep, boxes, loads_of(mask.tensors))
 
 
-def _told_apart(mask: Mask) -> list[tuple[int, int]]:
-    """The b and h that a mask differs by."""
+def _distinct_heads(mask: Mask) -> list[tuple[int, int]]:
+    """The pairs (b, h) for which the mask may differ."""
     axes = index_set(mask.variant.keep)
     batches = range(mask.sizes["B"]) if "b" in axes else range(1)
     if mask.b is not None:

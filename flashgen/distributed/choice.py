@@ -1,7 +1,7 @@
-"""How a call is spread: what each method sends, how long it is expected to take, and which is chosen.
+"""Which method spreads a call: the bytes that each method sends, and the time that it is predicted to take.
 
-In: what all ranks know of a call. Out: a ``Choice``, the same on every rank. Time is that of the cost model for one
-device, in shares of the partition, and of links at a rate that stands here; it ranks methods and says so.
+In: a call as all ranks know it. Out: a ``Choice``, the same on every rank. Compute time is the cost model's for one
+device, shared out by the partition; transfer time is bytes over the bandwidth of a link.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flashgen.compiler.pipeline import device_named
 from flashgen.compiler.tile_choices import planned_at
 from flashgen.diagnostics import SpecError
 from flashgen.distributed.blocks import Mask
-from flashgen.distributed.needs import Held, Needs, length
+from flashgen.distributed.needed_keys import Held, NeededKeys, length
 from flashgen.distributed.partition import work_of
 from flashgen.distributed.segments import Pace
 from flashgen.distributed.topology import KEYS, Topology
@@ -30,19 +30,20 @@ from flashgen.targets.families import family_of
 # Bytes a second that a rank sends to another: what NCCL was measured to move between two H100 of one host (of the 450
 # GB/s that NVLink has in one direction), and a local network.
 LINKS: Mapping[str, float] = {"nccl": 300e9, "gloo": 1e9}
-_TURN = 20e-6  # seconds that a round costs beside its work: launches, and the merge of what it found
-_ELEMENT_BYTES = 4  # of gradients that travel
-_COPIED = 4  # how often a row of keys that is copied is read or written, by strides: half as fast as the memory
-_MERGED = 5  # how often a row of o is read or written, in float32, to be added to another
+_TURN = 20e-6  # seconds that a round costs beside its work: launches, and the merge of its results
+_ELEMENT_BYTES = 4  # an element of a gradient that travels
+_COPIED = 4  # reads and writes to copy a row of keys; strided ones have half of the memory's speed
+_MERGED = 5  # reads and writes of a float32 row of o to add it to another
 _MEMORY = {"cuda": 2.5e12, "cpu": 1e10}  # bytes a second
-_LONGEST = 1 << 17  # whose pairs stand for those of longer sequences
+_LONGEST = 1 << 17  # sequences that are longer are predicted as this one
+_MOST_HELD = 4.0  # keys that a rank may hold at once, over its own ones
 
 
 @dataclass(frozen=True)
 class Choice:
     """How a call is spread: ``method``, the bytes that each rank sends forward and backward, and why.
 
-    Of q, k, v, o and their gradients; lse and its gradient, and those of captured values, are not counted.
+    Bytes are those of q, k, v, o and their gradients; lse and captured values are not counted.
     """
 
     method: str
@@ -59,7 +60,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a call: B, H and Hkv of the whole, D and Dv, bytes of an element."""
+    """The sizes of a call: B, H and Hkv over all ranks, D and Dv, and the bytes of an element."""
 
     batch: int
     heads: int
@@ -67,9 +68,14 @@ class Sizes:
     head_dim: HeadDim
     element: int
 
+    def named(self, N: int) -> dict[str, int]:
+        """The sizes of a call over N positions, by their names in the language."""
+        D, Dv = self.head_dim.qk, self.head_dim.v
+        return {"B": self.batch, "H": self.heads, "Hkv": self.kv_heads, "Nq": N, "Nk": N, "D": D, "Dv": Dv}
+
     @property
     def key_row(self) -> int:
-        """Bytes of one row of k and v."""
+        """Bytes of k and v at one position."""
         return self.batch * self.kv_heads * (self.head_dim.qk + self.head_dim.v) * self.element
 
 
@@ -82,8 +88,8 @@ class Travel:
     received: tuple[int, ...]
 
 
-def by_keys(needs: Needs, sizes: Sizes, *, again: bool) -> Travel:
-    """Of keys and values that go to who needs them; ``again``: in both passes."""
+def by_keys(needs: NeededKeys, sizes: Sizes, *, again: bool) -> Travel:
+    """The travel of keys and values to the ranks that need them; ``again``: they are sent in both passes."""
     world = len(needs.keys)
     row, back = sizes.key_row, sizes.key_row // sizes.element * max(sizes.element, _ELEMENT_BYTES)
     sent = tuple(needs.rows_sent(rank) * row for rank in range(world))
@@ -93,7 +99,7 @@ def by_keys(needs: Needs, sizes: Sizes, *, again: bool) -> Travel:
 
 
 def by_heads(held: Held, shares: tuple[Share, ...], sizes: Sizes) -> Travel:
-    """Of heads that change places with positions."""
+    """The travel of a method that exchanges heads for positions."""
     lengths = [length(own) for own in held]
     unit = sizes.batch * sizes.element
     there = [
@@ -103,7 +109,6 @@ def by_heads(held: Held, shares: tuple[Share, ...], sizes: Sizes) -> Travel:
     home = [share.counts[0] * sizes.head_dim.v * unit for share in shares]
 
     def both(outward: list[int], inward: list[int]) -> tuple[int, ...]:
-        """Rows of this rank to each head's rank, and rows of others back from this rank's heads."""
         return tuple(
             n * (sum(outward) - outward[rank]) + (sum(lengths) - n) * inward[rank] for rank, n in enumerate(lengths)
         )
@@ -116,8 +121,8 @@ def by_heads(held: Held, shares: tuple[Share, ...], sizes: Sizes) -> Travel:
 def chosen(known: Mapping[str, Travel], seconds: float, own: float, link: float, held_rows: float) -> tuple[str, str]:
     """The method of least predicted time, and why.
 
-    ``seconds``: of the busiest rank's work, ``own`` the share of it that needs no other rank's keys; ``held_rows``: how
-    many times its own keys a rank holds that gets all at once.
+    ``seconds`` are the compute time of the busiest rank, ``own`` the share of it that needs no other rank's keys.
+    ``held_rows`` is the most keys that a rank gets by ``all_gather``, over its own ones.
     """
     turns = {"ring": _TURN * max(len(next(iter(known.values())).sent) - 1, 0), "all_gather": _TURN, "ulysses": _TURN}
     hidden = {"ring": seconds, "all_gather": seconds * own, "ulysses": 0.0}
@@ -135,19 +140,16 @@ def chosen(known: Mapping[str, Travel], seconds: float, own: float, link: float,
     return best, f"{why} ({said}; {1e6 * seconds:.0f} µs of work, {link / 1e9:g} GB/s a link)"
 
 
-_MOST_HELD = 4.0
-
-
 def method_text(method: str | tuple[str, ...]) -> str:
-    """For people."""
+    """The name of a method, or the names of two, for messages."""
     return method if isinstance(method, str) else " × ".join(method)
 
 
 def choice_of(
-    method: str | tuple[str, ...], topology: Topology, held: Held, needs: Needs, mask: Mask, sizes: Sizes,
+    method: str | tuple[str, ...], topology: Topology, held: Held, needs: NeededKeys, mask: Mask, sizes: Sizes,
     seconds: float, link: float,
 ) -> Choice:  # fmt: skip
-    """How a call is spread; ``seconds``: what one device would take. Raises ``ValueError`` for what cannot be."""
+    """How a call is spread; one device would take ``seconds``. Raises ``ValueError`` for an unusable method."""
     if isinstance(method, tuple):
         return _choice_of_two(method, topology, held, needs, mask, sizes)
     name = method
@@ -170,7 +172,7 @@ def choice_of(
 
 
 def _choice_of_two(
-    methods: tuple[str, ...], topology: Topology, held: Held, needs: Needs, mask: Mask, sizes: Sizes
+    methods: tuple[str, ...], topology: Topology, held: Held, needs: NeededKeys, mask: Mask, sizes: Sizes
 ) -> Choice:
     places = [topology.along(rank) for rank in range(topology.world)]
     count = 1 + max(place for _, place in places)
@@ -193,14 +195,14 @@ def _choice_of_two(
 
 @functools.lru_cache(maxsize=256)
 def predicted(spec: AttentionSpec, head_dim: HeadDim, shape: Shape, device: torch.device) -> float:
-    """Seconds of the forward pass of the whole on one device, by the cost model; 0 where it knows nothing."""
+    """Predicted seconds of the forward pass of the whole call on one device; 0 where the cost model fails."""
     found = _forward(spec, head_dim, shape, device)
     return 0.0 if found is None else found.time.seconds
 
 
 @functools.lru_cache(maxsize=256)
 def pace_of(spec: AttentionSpec, sizes: Sizes, length: int, device: torch.device, link: float) -> Pace:
-    """What a call over a sequence of this length takes; a pair takes no time where the cost model knows nothing."""
+    """The pace of a call over a sequence of this length; a pair takes no time where the cost model fails."""
     length = min(length, _LONGEST)
     shape = Shape(sizes.batch, sizes.heads, sizes.kv_heads, length, length)
     found = _forward(spec, sizes.head_dim, shape, device)
@@ -216,15 +218,15 @@ def pace_of(spec: AttentionSpec, sizes: Sizes, length: int, device: torch.device
 
 
 def _forward(spec: AttentionSpec, head_dim: HeadDim, shape: Shape, device: torch.device) -> PassReport | None:
-    """The cost model's forward pass; None where it knows nothing."""
+    """The forward pass as the cost model predicts it; None where the model fails."""
     try:
         variant = analyse(spec, head_dim)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "local"
-        at = device_named(_KNOWN.get(name, name))
+        at = device_named(_PRODUCTS.get(name, name))
         passes = family_of(at).cost(at, variant, planned_at(variant, at, shape), shape)
         return next((each for each in passes if each.name == "forward"), None)
     except (SpecError, ValueError, KeyError):
         return None
 
 
-_KNOWN = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}
+_PRODUCTS = {"NVIDIA H100 80GB HBM3": "h100", "NVIDIA H200": "h200"}

@@ -1,7 +1,7 @@
-"""Rows that change places between ranks, with their gradients, by collectives of ``torch.distributed``.
+"""The exchange of rows, and of their gradients, between ranks, by collectives of ``torch.distributed``.
 
-In: tensors of this rank, who needs which rows. Out: the rows that it needs. Everything that crosses ranks is a row of
-bytes, so that every element type travels everywhere.
+In: tensors of this rank, and which rank gets which rows. Out: the rows that this rank gets. Rows cross ranks as bytes,
+so that every backend moves every element type.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _counters: list[SimpleNamespace] = []
 
 @contextmanager
 def counting() -> Iterator[SimpleNamespace]:
-    """Counts the bytes that this process has ``sent`` while it is entered: rows forward, their gradients backward."""
+    """Count the bytes that this process sends within the context, rows and gradients of rows, in ``sent``."""
     counter = SimpleNamespace(sent=0)
     _counters.append(counter)
     try:
@@ -41,19 +41,19 @@ def counting() -> Iterator[SimpleNamespace]:
 
 
 def backend_of(group: Group, device: str) -> str:
-    """What moves tensors of a kind of device: a group may have a backend for each."""
+    """The backend of a group for tensors of a kind of device."""
     config = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
     return config.get(device) or next(iter(config.values()))
 
 
 def check_member(group: object) -> None:
-    """Raise ``ValueError`` on a rank that a group does not hold."""
+    """Raise ``ValueError`` on a rank outside of the group."""
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"this rank ({dist.get_rank()}) is none of the group's: only its ranks make the call")
 
 
 def all_to_all(rows: Tensor, counts: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """``rows`` [n, C], those for each rank one behind the other → those from each rank, in the same order."""
+    """Send ``rows`` [n, C], sorted by receiver, ``counts`` each; returns the rows from each rank, sorted by sender."""
     width = rows.shape[1] * rows.element_size()
     for counter in _counters:
         counter.sent += width * (sum(counts) - counts[dist.get_rank(group)])
@@ -68,15 +68,15 @@ def all_to_all(rows: Tensor, counts: Sequence[int], received: Sequence[int], gro
 
 
 def once(backward: Backward) -> Backward:
-    """A backward pass that nobody differentiates again. Raises ``RuntimeError`` where somebody would.
+    """A backward pass that raises ``RuntimeError`` with ``create_graph=True``.
 
-    It is asked for before the pass: PyTorch's ``once_differentiable`` leaves the error to a node of the graph, which
-    ``torch.autograd.grad`` passes by, as it runs those alone that lead to its inputs.
+    PyTorch's ``once_differentiable`` raises in a node of the graph instead, and ``torch.autograd.grad`` runs only the
+    nodes that lead to its inputs: it would skip the error.
     """
 
     @wraps(backward)
     def checked(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled():  # by create_graph=True; gradients depend on inputs, whatever arrives
+        if torch.is_grad_enabled():  # by create_graph=True
             raise RuntimeError(
                 "gradients that ranks exchange (context_parallel) cannot be differentiated again: second "
                 "derivatives are those of one process. Call backward() without create_graph=True, or the op itself"
@@ -87,10 +87,10 @@ def once(backward: Backward) -> Backward:
 
 
 class Flight:
-    """Messages between pairs of ranks that are under way. ``wait`` returns when they have come.
+    """Messages between pairs of ranks that are under way. ``wait`` returns when they have arrived.
 
-    On a GPU its stream waits, not the host. NCCL moves them on a stream of its own, gloo in threads, while this rank
-    computes.
+    On a GPU the stream waits, not the host. NCCL uses a stream of its own, gloo threads, so that this rank computes
+    meanwhile.
     """
 
     def __init__(self, works: Sequence[Any], peers: Sequence[int], kept: Sequence[Tensor], what: str) -> None:
@@ -108,7 +108,7 @@ class Flight:
 
 
 def no_answer(ranks: Sequence[int], what: str, error: Exception) -> RuntimeError:
-    """The error of a call that waits for ranks in vain; none are named where all of them still answer."""
+    """The error of a call that got no answer. ``ranks`` do not answer; empty: all of them still do."""
     text = (str(error).strip() or repr(error)).splitlines()[-1]
     if not ranks:
         return RuntimeError(f"not every rank sent {what} in time: did each of them make this call? ({text})")
@@ -118,7 +118,7 @@ def no_answer(ranks: Sequence[int], what: str, error: Exception) -> RuntimeError
 
 @contextmanager
 def answering(group: Group, what: str) -> Iterator[None]:
-    """Turns the failure of a collective that moves ``what`` into an error that names the ranks that have gone."""
+    """Turn the failure of a collective that moves ``what`` into an error that names the ranks that are lost."""
     try:
         yield
     except (dist.DistError, RuntimeError) as error:
@@ -129,13 +129,13 @@ def answering(group: Group, what: str) -> Iterator[None]:
 
 _PROBE = 0xF6
 _PROBE_TIME = timedelta(seconds=1)
-_failures: dict[str, int] = {}  # of collectives, by group
+_failures: dict[str, int] = {}  # failed collectives of each group
 
 
 def _gone(group: Group) -> list[int]:
-    """The ranks that have no part in a collective that failed; of NCCL, which ends the process itself, none.
+    """The ranks that took no part in a failed collective. Empty for NCCL, which ends the process itself.
 
-    One that is lost takes connections of others with it: those that are left say so where all ranks met first.
+    A lost rank also breaks connections between others. So the remaining ranks report in the store at which all met.
     """
     if backend_of(group, "cpu") != "gloo":
         return []
@@ -144,13 +144,13 @@ def _gone(group: Group) -> list[int]:
     store = PrefixStore(f"flashgen/{name}/{count}", _get_default_store())
     others = [rank for rank in range(dist.get_world_size(group)) if rank != dist.get_rank(group)]
     silent = _silent(store, dist.get_rank(group), others)
-    # One that still waits learns of the failure by this.
+    # The probe makes the collective fail on a rank that still waits in it.
     lost = [rank for rank in silent if not _is_reached(group, rank)]
     return _silent(store, dist.get_rank(group), lost) or lost or silent
 
 
 def _silent(store: Store, own: int, others: Sequence[int]) -> list[int]:
-    """Those that do not say within a time that the collective failed for them, too."""
+    """The ranks that do not report within ``_PROBE_TIME`` that the collective failed for them, too."""
     found = list(others)
     try:
         store.set(str(own), "waits")
@@ -158,7 +158,7 @@ def _silent(store: Store, own: int, others: Sequence[int]) -> list[int]:
         while found and time.monotonic() < late:
             found = [rank for rank in found if not store.check([str(rank)])]
             time.sleep(0.01)
-    except RuntimeError:  # it was kept by a rank that is lost
+    except RuntimeError:  # the lost rank hosted the store
         return list(others)
     return found
 
@@ -174,9 +174,9 @@ def _is_reached(group: Group, rank: int) -> bool:
 
 
 def post(sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], group: Group, what: str) -> Flight:
-    """Begin to send each rank its tensor and to receive each rank's, which is written behind ``wait``.
+    """Begin to send a tensor to each rank of ``sent``, and to receive into those of ``received``, filled at ``wait``.
 
-    ``what`` travels, for errors. Every rank has to post what others post for it; what is empty is not sent.
+    Both ends of a message have to post it; empty tensors are not sent. ``what`` names the contents in errors.
     """
     ops, peers, kept = [], [], []
     for function, each in ((dist.isend, sent), (dist.irecv, received)):
@@ -196,11 +196,11 @@ def post(sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tenso
     return Flight(works, peers, kept, what)
 
 
-class _Sum(torch.autograd.Function):
-    """Values that every rank has; their gradients are added over ranks, in one order.
+class _SumGradients(torch.autograd.Function):
+    """Values that every rank has; backward, their gradients are summed over ranks, in one order.
 
-    Autograd gives a gradient the type of its value. So values of 16 bits go on in float32, and what calls and ranks
-    find is rounded when all of it is added.
+    Autograd gives a gradient the type of its value. So values of 16 bits are passed on in float32: gradients of all
+    calls and ranks are summed in float32 and rounded once.
     """
 
     @staticmethod
@@ -217,7 +217,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _total(x: Tensor, group: Group) -> Tensor:
-    """The sum over ranks, each of which adds up a part of it, in the order of ranks."""
+    """The sum of ``x`` over ranks, in the order of ranks. Each rank sums one part, and parts are gathered."""
     world = dist.get_world_size(group)
     wide = x.reshape(-1)
     part = -(-wide.numel() // world)
@@ -237,13 +237,13 @@ def _total(x: Tensor, group: Group) -> Tensor:
 
 
 def summed(values: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
-    """The same values, in float32 at least; their gradients are those of all ranks."""
-    found: tuple[Tensor, ...] = _Sum.apply(group, *values)  # type: ignore[no-untyped-call]
+    """``values`` in float32 or wider, whose gradients are summed over ranks."""
+    found: tuple[Tensor, ...] = _SumGradients.apply(group, *values)  # type: ignore[no-untyped-call]
     return found
 
 
 def is_under_ddp(group: Group) -> bool:
-    """Whether this is inside of a forward pass of DDP that averages gradients over several ranks of a group."""
+    """Whether a forward pass of DDP is running that averages gradients over several ranks of the group."""
     module = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if module is None or dist.get_world_size(group) == 1:
         return False
@@ -251,8 +251,8 @@ def is_under_ddp(group: Group) -> bool:
     return len(set(own) & set(dist.get_process_group_ranks(module.process_group))) > 1
 
 
-class _Shard(torch.autograd.Function):
-    """The own rows of what every rank has, or the rows of all, ascending: each is the gradient of the other."""
+class _ShardRows(torch.autograd.Function):
+    """A rank's rows of a whole tensor, or the whole of all ranks' rows: each is the gradient of the other."""
 
     @staticmethod
     def forward(
@@ -268,14 +268,14 @@ class _Shard(torch.autograd.Function):
 
 
 def shard(x: Tensor, gathers: bool, dim: int, positions: Sequence[Tensor], rank: int, group: Group) -> Tensor:
-    """The rows of ``x`` that a rank holds; or, where it ``gathers``, ``x`` of every rank, whole."""
-    found: Tensor = _Shard.apply(x, gathers, dim % x.dim(), positions, rank, group)  # type: ignore[no-untyped-call]
+    """The rank's rows of a whole ``x``; with ``gathers`` the whole of which ``x`` are the rank's rows."""
+    found: Tensor = _ShardRows.apply(x, gathers, dim % x.dim(), positions, rank, group)  # type: ignore[no-untyped-call]
     return found
 
 
 def _whole(x: Tensor, dim: int, positions: Sequence[Tensor], group: Group) -> Tensor:
     rows = x.movedim(dim, 0)
-    flat = rows.unsqueeze(-1).flatten(1)  # of no rows, too, which say no width to reshape
+    flat = rows.unsqueeze(-1).flatten(1)  # with no rows, reshape could not tell the width
     counts = [len(each) for each in positions]
     found = all_to_all(flat.repeat(len(counts), 1), [flat.shape[0]] * len(counts), counts, group)
     order = torch.argsort(torch.cat(list(positions))).to(x.device)

@@ -1,7 +1,7 @@
 """An op over the ranks of a group, each of which holds a part of the sequence.
 
 In: an op, a group or a mesh, a partition. Out: a callable that takes this rank's rows and returns this rank's rows.
-What crosses ranks goes by ``torch.distributed``; kernels are those of one device, told where their rows are.
+Rows cross ranks by ``torch.distributed``. Kernels are those of one device, with the offsets of their rows.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from flashgen.distributed.arguments import autocast, dense
 from flashgen.distributed.choice import LINKS, Choice, method_text
 from flashgen.distributed.exchange import backend_of, is_under_ddp, summed
-from flashgen.distributed.needs import length
-from flashgen.distributed.partial import Partial, Where
+from flashgen.distributed.needed_keys import length
+from flashgen.distributed.partial import Offsets, Partial
 from flashgen.distributed.partition import Partition
-from flashgen.distributed.prepared import Call, Known, Preparation, Setting
+from flashgen.distributed.prepared import CallArguments, KnownCall, Preparation, Setting
 from flashgen.distributed.ragged import attend_pieces, attends_heads, pieces_of, refusal, starts_of
 from flashgen.distributed.ring import Walk
 from flashgen.distributed.rounds import rounds_of
@@ -102,7 +102,7 @@ class ContextParallel:
     def __repr__(self) -> str:
         return f"<{self.op.name} over {self.world} ranks by {method_text(self.method)}; this is rank {self.rank}>"
 
-    # Ranks talk with each other, which no graph can hold: torch.compile goes around it.
+    # Graphs cannot hold messages between ranks: torch.compile breaks here.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
         self,
@@ -158,7 +158,7 @@ class ContextParallel:
         if method not in METHODS:
             raise ValueError("ragged batches are spread over one dimension of a mesh: name one method")
 
-        def given() -> Call:
+        def given() -> CallArguments:
             options = {"return_lse": return_lse, "dropout_p": dropout_p, "deterministic": deterministic}
             return dense(self.op, (q, k, v)), {**options, "cu_seqlens": starts_of(cu_seqlens)}
 
@@ -194,7 +194,7 @@ class ContextParallel:
     # What it computes -------------------------------------------------------------------------------------------------
 
     def _attend(
-        self, call: Known, tensors: Sequence[Any], repeatable: bool, has_lse: bool
+        self, call: KnownCall, tensors: Sequence[Any], repeatable: bool, has_lse: bool
     ) -> tuple[Tensor, Tensor | None]:
         tensors = self._summed(tensors)
         method = call.choice.method
@@ -214,9 +214,7 @@ class ContextParallel:
         return attend_swapped(Swap(topology.by_heads, held, shares), tensors, has_lse, attend)
 
     def _summed(self, tensors: Sequence[Any]) -> tuple[Any, ...]:
-        """The same; gradients of what is captured are those of all ranks, if anything is to be learned, and are added
-        up over the calls of a rank in float32 at least.
-        """
+        """The operator's tensors; gradients of captured ones are summed in float32 over the calls of all ranks."""
         learned = [n for n, x in enumerate(tensors) if n > 2 and isinstance(x, Tensor) and x.requires_grad]
         if not (learned and torch.is_grad_enabled()):
             return tuple(tensors)
@@ -235,9 +233,9 @@ class ContextParallel:
         return tuple(found)
 
     def _by_keys(
-        self, call: Known, tensors: Sequence[Any], heads: tuple[int, int], repeatable: bool, *, at_once: bool
+        self, call: KnownCall, tensors: Sequence[Any], heads: tuple[int, int], repeatable: bool, *, at_once: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Some heads of the rows of this rank, and of those that change heads with it."""
+        """o and lse of some heads, for the rows of this rank and of the ranks that exchange heads with it."""
         key = (heads, repeatable, at_once)
         walk = call.walks.get(key)
         if walk is None:
@@ -245,7 +243,7 @@ class ContextParallel:
             held, line = topology.of_keys(call.held), topology.along(self.rank)[0]
             plan = rounds_of(call.needs, held, line, at_once=at_once, device=tensors[0].device, pace=call.pace)
             batch, N = call.sizes.batch, call.total
-            where = Where(0, 0, 0, heads[0], N, N, batch, heads[1])
+            where = Offsets(0, 0, 0, heads[0], N, N, batch, heads[1])
             keeps = at_once or call.needs.are_few(held)
             walk = call.walks[key] = Walk(self._partial, plan, topology.by_keys, where, repeatable, keeps)
         return walk.attend(tuple(tensors))

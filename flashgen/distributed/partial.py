@@ -1,8 +1,8 @@
-"""Attention over some of the keys of a row at a time, and how the parts make the whole.
+"""Attention over some of the keys of a row at a time, and the merge of such parts.
 
-In: an op, and calls of it over parts of the keys. Out: o and lse of all keys; gradients of each part, given these. Sums
-are float32 whatever the tensors hold; so are parts where ``wide``, by kernels that write it of 16 bits. A sink belongs
-to a row, not to its parts: their spec has none, and it joins when the row is closed.
+In: an op, and its calls over parts of the keys. Out: o and lse over all keys; with these, the gradients of each part.
+Sums are float32. With ``wide``, kernels write the parts of 16-bit tensors in float32, too. A sink belongs to a row, not
+to a part: the spec of parts has none, and ``close`` adds it.
 
     softmax and what is divided: ``op/sums.py``
     pointwise weights: o = Σ o'
@@ -32,11 +32,11 @@ from flashgen.op.values import type_of_sums
 from flashgen.reference.dense import evaluator
 from flashgen.reference.shard import Shard
 
-_MOST_LSE = 88.0  # as kernels have it: beyond, a row's lse is in parts
+_MOST_LSE = 88.0  # as in kernels: a larger lse is kept as two numbers
 
 
-class Where(NamedTuple):
-    """Where rows and keys of a call lie in the whole: the offsets of the operator, in their order."""
+class Offsets(NamedTuple):
+    """The positions of a call's rows, keys, batch and heads in the whole: the operator's offsets, in their order."""
 
     q_start: int
     kv_start: int
@@ -49,18 +49,14 @@ class Where(NamedTuple):
 
 
 @dataclass
-class Rows:
-    """A span of rows so far: ``o`` [B, H, n, Dv], float32 at least; ``log`` and ``top`` [B, H, n] in float64, lse in
-    two numbers as ``op/sums.py`` has it. Both None for pointwise weights.
+class PartialRows:
+    """Rows that have seen some of their keys: ``o`` [B, H, n, Dv], at least float32, and lse as two float64 numbers,
+    ``log`` and ``top`` [B, H, n] (``op/sums.py``). These are None for pointwise weights.
     """
 
     o: Tensor
     log: Tensor | None
     top: Tensor | None
-
-
-# What a backward pass reads of rows: o, lse, and its parts.
-Closed = Attended
 
 
 class Partial:
@@ -75,32 +71,32 @@ class Partial:
         self.form = of_parts.weights.form
         self.engine: Engine = self.inner.engine_of(PARTS) if wide else self.inner.engine
         self._sliced: dict[object, bool] = {}
-        # What makes what kernels count from an exponent in base 2.
+        # Kernels count exponents in base 2 from a score: the factor between the two, by head dimensions.
         found = ((each, constant_factor(analyse(of_parts, each))) for each in of_parts.head_dims)
         self._factors = {each: LOG2_E * (factor or 1.0) for each, factor in found}
 
     def type_of(self, dtype: torch.dtype) -> torch.dtype:
-        """The type in which parts are written, and o is read backward."""
+        """The type in which kernels write parts, and read o in the backward pass."""
         return type_of_sums(dtype) if self.wide else dtype
 
     def captured(self, rest: Sequence[Any]) -> dict[str, Tensor | None]:
-        """What is captured, by name, of the operator's tensors behind q, k and v."""
+        """The captured values by name, from the operator's tensors behind q, k and v."""
         return dict(zip(self.op.signature.names, rest, strict=False))
 
-    def begin(self, q: Tensor, v: Tensor) -> Rows:
-        """Rows that see no key."""
+    def begin(self, q: Tensor, v: Tensor) -> PartialRows:
+        """Rows that have seen no key yet."""
         o = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=type_of_sums(q.dtype))
         if not self.form.normalised:
-            return Rows(o, None, None)
+            return PartialRows(o, None, None)
         log = q.new_full(q.shape[:3], -math.inf, dtype=torch.float64)
-        return Rows(o, log, torch.zeros_like(log))
+        return PartialRows(o, log, torch.zeros_like(log))
 
-    def add(self, rows: Rows | None, tensors: Tensors, where: Where) -> Rows:
-        """Rows with a part of the keys, k and v of ``tensors``, more, in place; None: they have seen none."""
+    def add(self, rows: PartialRows | None, tensors: Tensors, where: Offsets) -> PartialRows:
+        """Add the keys of ``tensors`` to rows, in place; ``rows`` None: they have seen no key yet."""
         o, lse, extremes = self.engine.attend(tensors, (where, False))
         if lse is None:
             if rows is None:
-                return Rows(o.to(type_of_sums(o.dtype)), None, None)
+                return PartialRows(o.to(type_of_sums(o.dtype)), None, None)
             rows.o += o
             return rows
         exponents = self._exponents(tensors)
@@ -108,25 +104,25 @@ class Partial:
             extremes = None
         if rows is None or rows.log is None or rows.top is None:
             found = first_part(o.to(type_of_sums(o.dtype)), lse, extremes, exponents)
-            return Rows(found.o, found.log, found.top)
+            return PartialRows(found.o, found.log, found.top)
         add_part(Seen(rows.o, rows.log, rows.top), o.to(rows.o.dtype), lse, extremes, exponents)
         return rows
 
-    def add_to(self, rows: Rows, at: slice, tensors: Tensors, where: Where) -> None:
-        """The same of some of these rows."""
+    def add_to(self, rows: PartialRows, at: slice, tensors: Tensors, where: Offsets) -> None:
+        """Add the keys of ``tensors`` to the slice ``at`` of the rows, in place."""
         log, top = (None if x is None else x[:, :, at] for x in (rows.log, rows.top))
-        self.add(Rows(rows.o[:, :, at], log, top), tensors, where)
+        self.add(PartialRows(rows.o[:, :, at], log, top), tensors, where)
 
-    def room(self, q: Tensor, v: Tensor) -> Closed:
-        """What ``close`` gives of rows like ``q``, to be written."""
+    def room(self, q: Tensor, v: Tensor) -> Attended:
+        """Uninitialised results of ``close`` for rows like ``q``."""
         o = q.new_empty_strided(*layout_like(q, (*q.shape[:3], v.shape[3])))
         if not self.form.normalised:
             return o, None, None
         lse = torch.empty(q.shape[:3], dtype=type_of_sums(q.dtype), device=q.device)
         return o, lse, torch.empty((*q.shape[:3], 2), dtype=torch.float32, device=q.device)
 
-    def whole(self, into: Closed, tensors: Tensors, where: Where) -> None:
-        """What ``close`` gives of rows whose keys are all here, in their place among others: one call of the op."""
+    def whole(self, into: Attended, tensors: Tensors, where: Offsets) -> None:
+        """Write the results of rows whose keys are all in ``tensors`` to ``into``, by one call of the op."""
         if self._writes_slices(self.op, tensors):
             self.op.engine_of(SLICES).attend(tensors, (where, False), into=into)
             return
@@ -135,8 +131,9 @@ class Partial:
                 place.copy_(x)
 
     def _writes_slices(self, op: AttentionOp, tensors: Tensors) -> bool:
-        """Whether kernels write rows in their place, and gradients of their keys wide: of what is wide they have to do
-        neither, for which nobody should wait for a compiler.
+        """Whether the kernels of slices are used: they write rows in place, and gradients of keys in float32.
+
+        Tensors that are float32 already gain nothing by them, and would wait for a compiler.
         """
         q, v = tensors[0], tensors[2]
         key = (op is self.op, q.dtype, q.device, q.shape[3], v.shape[3])
@@ -146,16 +143,14 @@ class Partial:
             self._sliced[key] = found
         return found
 
-    def close(self, rows: Rows, sink: Tensor | None, tensors: Tensors) -> Closed:
-        """o in the type of q, lse and its parts, of rows that have seen every key; ``sink`` [B, H, n] where there is
-        one.
-        """
+    def close(self, rows: PartialRows, sink: Tensor | None, tensors: Tensors) -> Attended:
+        """o in the type of q, lse and its parts, of rows that have seen every key and ``sink`` [B, H, n]."""
         q = tensors[0]
         if rows.log is None or rows.top is None:
             return rows.o.to(q.dtype), None, None
         log, top, o, exponents = rows.log, rows.top, rows.o, self._exponents(tensors)
         if sink is not None:
-            # Scores are counted from their own maximum, whatever the sink is.
+            # ``top`` stays the maximum of the scores alone, without the sink.
             whole = torch.logaddexp(log, sink.double() - top * exponents.natural)
             o = o * torch.where(log == -math.inf, 0.0, (log - whole).exp()).to(o.dtype)[..., None]
             log = whole
@@ -169,27 +164,27 @@ class Partial:
             parts[..., 0] = torch.where(lse == -math.inf, 0.0, (-lse).exp())  # 1 / Z
         return o.to(q.dtype), lse.to(type_of_sums(q.dtype)), parts
 
-    def log_share_of(self, sink: Tensor, closed: Closed, tensors: Tensors) -> Tensor:
-        """sink - lse of rows [B, H, n], float64: not by lse where its parts hold more."""
+    def log_share_of(self, sink: Tensor, closed: Attended, tensors: Tensors) -> Tensor:
+        """sink - lse [B, H, n], float64. Where lse has parts, these are used: they are more precise."""
         _, lse, parts = closed
         assert lse is not None
         log, top = exact(lse, parts if self.form.exponential else None)
         return sink.double() - top * self._exponents(tensors).natural - log
 
     def gradients(
-        self, d_o: Tensor, d_lse: Tensor | None, closed: Closed, tensors: Tensors, where: Where, needs: Sequence[bool],
-        deterministic: bool,
+        self, d_o: Tensor, d_lse: Tensor | None, closed: Attended, tensors: Tensors, where: Offsets,
+        needs: Sequence[bool], deterministic: bool,
     ) -> list[Tensor]:  # fmt: skip
-        """The gradients of a part, float32 at least, of those inputs that ``needs`` names; q, k and v among them."""
+        """The gradients of a part, float32 at least, by the inputs that ``needs`` marks; q, k and v are among them."""
         rows = (d_lse, *closed) if self.form.normalised else (None,) * 4
         return self.engine.gradients(d_o, rows, tensors, (where, deterministic), needs, is_part=True)
 
     def gradients_of_whole(
-        self, into: Sequence[Tensor], d_o: Tensor, d_lse: Tensor | None, closed: Closed, tensors: Tensors, where: Where,
-        needs: Sequence[bool], deterministic: bool,
+        self, into: Sequence[Tensor], d_o: Tensor, d_lse: Tensor | None, closed: Attended, tensors: Tensors,
+        where: Offsets, needs: Sequence[bool], deterministic: bool,
     ) -> list[Tensor]:  # fmt: skip
-        """The same of rows whose keys are all here: those of q, k and v are written to ``into``, where that of q is
-        among others. The rest.
+        """The gradients of rows whose keys are all in ``tensors``. Those by q, k and v are written to ``into``, where
+        dQ is a slice of a larger tensor; the others are returned.
         """
         if self.wide and self._writes_slices(self.inner, tensors):
             rows = (d_lse, *closed) if self.form.normalised else (None,) * 4
@@ -207,9 +202,9 @@ class Partial:
         return Exponents(self._factors[HeadDim(tensors[0].shape[3], tensors[2].shape[3])], self.form.degree)
 
     def sink(
-        self, q: Tensor, v: Tensor, captured: Mapping[str, Tensor | None], where: Where, some: Tensor | None
+        self, q: Tensor, v: Tensor, captured: Mapping[str, Tensor | None], where: Offsets, some: Tensor | None
     ) -> Tensor:
-        """The sinks of rows, [B, H, n], differentiable in ``captured`` where ``some`` [B, H, n] says: lse is finite."""
+        """The sinks of rows [B, H, n], differentiable in ``captured``; ``some`` [B, H, n] marks rows with a key."""
         spec = self.op.spec
         assert spec.weights.sink is not None
         shard = Shard(

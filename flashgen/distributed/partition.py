@@ -5,10 +5,9 @@ In: an op, a length, the number of ranks, what the mask reads. Out: a ``Partitio
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,24 +17,24 @@ from torch import Tensor
 
 from flashgen.distributed.blocks import MOST_BLOCKS, Mask, Span, cuts, kept, kept_of_pairs, mask_of, read_by
 from flashgen.distributed.exchange import Group, check_member, shard
-from flashgen.distributed.needs import Held, joined, length, needs_of
+from flashgen.distributed.needed_keys import Held, joined, length, needs_of
 from flashgen.ir.expr import Symbol
 from flashgen.op.checks import check_captured
 from flashgen.op.conversion import param_argument, tensor_argument
 from flashgen.op.op import BaseOp
 from flashgen.reference.shard import MOST_POSITIONS
 
-_ENOUGH = 0.05  # imbalance that is not worth more spans
+_ENOUGH = 0.05  # an imbalance below this is not worth more spans
 _MOST_PARTS = 16  # blocks of a rank that are dealt out; each costs a launch
-_EQUAL_PARTS = 4  # blocks of a rank up to which lengths have to be equal
-_FINE, _FINEST = 64, 2048  # blocks of a rank, and of few ranks, between which one run a rank ends
-_LONGEST = 1.25  # times the mean, that one run a rank may be: what is not attention goes by rows
+_EQUAL_PARTS = 4  # up to so many blocks a rank, all ranks get equal lengths
+_FINE, _FINEST = 64, 2048  # for runs: blocks a rank, and at least in all
+_LONGEST = 1.25  # the longest run over the mean: the rest of a model takes time by rows
 # Pairs that a row takes beside its own, where sequences are not short: an H200 took 9.96 and 10.47 ms, forward and
 # backward, for documents of 39,424 rows and 77.3 M pairs and of 26,112 and 84.8 M, 13.8 and 14.7 for windows of 32,768.
 _ROW, _ROWS_OF_PAIRS = 192, 128
-_HEAVY = 0.2  # of a rank's work: a block that has more cannot be dealt out well
+_HEAVY = 0.2  # a block with more than this share of a rank's work is halved
 _MOST_HALVINGS = 5
-_MOST_BORDERS = 1 << 14  # places that are tried as borders of documents
+_MOST_BORDERS = 1 << 14  # positions that are tried as borders of documents
 _HOST = torch.device("cpu")
 METHODS = ("balanced", "contiguous", "head_tail", "runs", "documents")
 
@@ -44,9 +43,9 @@ METHODS = ("balanced", "contiguous", "head_tail", "runs", "documents")
 class Partition:
     """The positions of a sequence, spread over ranks.
 
-    ``spans`` are those of each rank, ascending and apart; a rank's rows lie in their order. ``work`` is the share that
-    each rank computes, by the pairs that the mask keeps and what a row takes beside them, ``sent`` the bytes of keys
-    and values that it sends others forward, where that is known.
+    ``spans`` are the ascending, disjoint spans of each rank; its rows lie in their order. ``work`` is each rank's share
+    of the work, by the pairs that the mask keeps and the cost of a row. ``sent`` are the bytes of keys and values that
+    each rank sends forward; it is empty where that is not known.
     """
 
     length: int
@@ -69,17 +68,15 @@ class Partition:
         ends = [0, *(stop for _, stop in ordered)]
         if any(start != before for (start, _), before in zip(ordered, ends, strict=False)) or ends[-1] != self.length:
             raise ValueError(f"the spans {self.spans} do not hold each of {self.length} positions once")
-        # As plans of calls are remembered by them; neighbours are one.
+        # Neighbours are merged, as plans are cached by spans.
         object.__setattr__(self, "spans", tuple(joined((start, stop) for start, stop in own) for own in self.spans))
 
     @property
     def world(self) -> int:
-        """The number of ranks."""
         return len(self.spans)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many positions each rank holds."""
         return tuple(map(length, self.spans))
 
     @property
@@ -188,7 +185,7 @@ def partition(
 
 
 def _sizes_said(op: BaseOp, captured: Mapping[str, object]) -> dict[str, int]:
-    """The sizes of a call that shapes of captured tensors say, those of the first that does."""
+    """The sizes of a call by name, read from shapes of captured tensors; the first tensor decides."""
     return {
         extent.name: length
         for declared in reversed(op.spec.tensors)
@@ -199,7 +196,7 @@ def _sizes_said(op: BaseOp, captured: Mapping[str, object]) -> dict[str, int]:
 
 
 def _as_declared(op: BaseOp, sizes: Mapping[str, int], captured: Mapping[str, object]) -> dict[str, object]:
-    """What the mask reads, in the types of the spec. Raises what a call raises."""
+    """The captured values that the mask reads, in the spec's types. Raises what a call raises."""
     spec, signature, head_dim = op.spec, op.signature, op.spec.head_dims[0]
     narrow = op.narrowing.narrowed(signature.bind(dict(captured)))
     values = dict(zip(signature.names, narrow, strict=True))
@@ -217,7 +214,7 @@ def _as_declared(op: BaseOp, sizes: Mapping[str, int], captured: Mapping[str, ob
 
 
 def dealt(mask: Mask, length: int, world: int, method: str = "balanced") -> Partition:
-    """The same of a mask, without the bytes that travel."""
+    """The partition of a mask, with ``sent`` empty."""
     if method == "documents":
         blocks = _documents(mask, length)
         blocks, weights = _together(blocks, work_of(mask, length, blocks), _FINE * world)
@@ -226,14 +223,13 @@ def dealt(mask: Mask, length: int, world: int, method: str = "balanced") -> Part
     if parts is not None:
         blocks = _equal(length, parts * world)
         return _made(length, blocks, work_of(mask, length, blocks), _in_mirror(world, parts), world)
-    work = functools.partial(work_of, mask, length)
-    return (_runs if method == "runs" else _balanced)(length, world, work)
+    return (_runs if method == "runs" else _balanced)(mask, length, world)
 
 
 def _documents(mask: Mask, length: int) -> list[Span]:
-    """What lies between places that no kept pair crosses, as far as ranges tell.
+    """The spans between positions that no kept pair crosses, as far as ranges can prove that.
 
-    Where there are many positions, places are tried where something that the mask reads changes, and some others.
+    Of a long sequence only some positions are tried: even steps, and those where a tensor of the mask changes.
     """
     if length <= _MOST_BORDERS:
         places = set(range(1, length))
@@ -253,7 +249,7 @@ def _documents(mask: Mask, length: int) -> list[Span]:
 
 
 def _together(blocks: Sequence[Span], weights: Sequence[float], most: int) -> tuple[list[Span], list[float]]:
-    """Neighbours as one where there are more than ``most``, of about equal weight: what a call costs goes by spans."""
+    """Merge neighbours into at most ``most`` blocks of about equal weight, as a call's host time grows with spans."""
     if len(blocks) <= most:
         return list(blocks), list(weights)
     each = np.array(weights if any(weights) else [stop - start for start, stop in blocks], np.float64)
@@ -263,27 +259,27 @@ def _together(blocks: Sequence[Span], weights: Sequence[float], most: int) -> tu
     return [(blocks[m][0], blocks[n - 1][1]) for m, n in parts], [sum(weights[m:n]) for m, n in parts]
 
 
-def _balanced(length: int, world: int, work: Callable[[Sequence[Span]], list[float]]) -> Partition:
-    """The fewest blocks a rank that leave no more than ``_ENOUGH``, else those that leave least.
+def _balanced(mask: Mask, length: int, world: int) -> Partition:
+    """The fewest blocks a rank whose imbalance is at most ``_ENOUGH``, else the best that was tried.
 
-    Those of one run a rank may differ in length, as far as ``_LONGEST`` says: fewer keys travel, in fewer calls.
+    One run a rank is tried, too, with lengths that differ up to ``_LONGEST``: fewer keys travel, in fewer calls.
     """
     most = _MOST_PARTS if length >= _MOST_PARTS * world else 1
     finest = _equal(length, most * world)
-    weights = work(finest)
+    weights = work_of(mask, length, finest)
     best: Partition | None = None
     parts = 1
     while parts <= most:
         each = most // parts
         blocks = [(finest[n][0], finest[n + each - 1][1]) for n in range(0, len(finest), each)]
         sums = [sum(weights[n : n + each]) for n in range(0, len(finest), each)]
-        # Lengths stay equal where they can: a row that sees every key leaves its rank less room for others.
+        # Equal lengths first. Where one row sees every key, its rank should get fewer rows.
         found = [
             _made(length, blocks, sums, owners, world)
             for owners in (_in_mirror(world, parts), _by_weight(sums, world, parts))
         ]
         if parts >= _EQUAL_PARTS:
-            runs = _runs(length, world, work) if parts == _EQUAL_PARTS else None
+            runs = _runs(mask, length, world) if parts == _EQUAL_PARTS else None
             found += [runs] if runs is not None and max(runs.lengths) * world <= _LONGEST * length else []
             found.append(_made(length, blocks, sums, _by_weight(sums, world, len(blocks)), world))
         for other in found:
@@ -292,22 +288,21 @@ def _balanced(length: int, world: int, work: Callable[[Sequence[Span]], list[flo
             if best.imbalance <= _ENOUGH:
                 return best
         parts *= 2
-    blocks, sums = _without_heavy(finest, weights, sum(weights) / world * _HEAVY, work)
+    blocks, sums = _without_heavy(mask, length, finest, weights, sum(weights) / world * _HEAVY)
     other = _made(length, blocks, sums, _by_weight(sums, world, len(blocks)), world)
     return other if best is None or other.imbalance < best.imbalance else best
 
 
-def _runs(length: int, world: int, work: Callable[[Sequence[Span]], list[float]]) -> Partition:
-    """One run a rank."""
+def _runs(mask: Mask, length: int, world: int) -> Partition:
     blocks = _equal(length, max(_FINE * world, _FINEST))
-    weights = work(blocks)
+    weights = work_of(mask, length, blocks)
     return _made(length, blocks, weights, _in_runs(weights, world), world)
 
 
 def _without_heavy(
-    spans: Sequence[Span], weights: Sequence[float], most: float, work: Callable[[Sequence[Span]], list[float]]
+    mask: Mask, length: int, spans: Sequence[Span], weights: Sequence[float], most: float
 ) -> tuple[list[Span], list[float]]:
-    """The same spans, those with more work than ``most`` in parts: a few rows may see every key."""
+    """The spans, those with more work than ``most`` divided: a few rows may see every key."""
     found = list(zip(spans, weights, strict=True))
     for _ in range(_MOST_HALVINGS):
         heavy = [span for span, weight in found if weight > most and span[1] - span[0] > 1]
@@ -315,24 +310,24 @@ def _without_heavy(
             break
         halves = [half for span in heavy for half in cuts(*span, 2)]
         light = [each for each in found if each[0] not in heavy]
-        found = sorted([*light, *zip(halves, work(halves), strict=True)])
+        found = sorted([*light, *zip(halves, work_of(mask, length, halves), strict=True)])
     return [span for span, _ in found], [weight for _, weight in found]
 
 
 def _equal(length: int, count: int) -> list[Span]:
-    """As many spans as asked for; the last ones are empty where there are fewer positions."""
+    """``count`` spans of nearly equal length; the last are empty where there are fewer positions."""
     spans = cuts(0, length, count)
     return [*spans, *[(length, length)] * (count - len(spans))]
 
 
 def _in_mirror(world: int, parts: int) -> list[int]:
-    """The owners of blocks, forth and back in turn: equal where work grows or falls along the sequence."""
+    """Owners of blocks in the order 0 … n-1, n-1 … 0: balanced where work grows or falls along the sequence."""
     both = [*range(world), *reversed(range(world))]
     return [both[n % (2 * world)] for n in range(parts * world)]
 
 
 def _in_runs(weights: Sequence[float], world: int) -> list[int]:
-    """The owners of blocks, one run after another, as equal as borders between blocks allow."""
+    """Owners of blocks, one run of blocks a rank, of nearly equal weight."""
     middles = np.cumsum(weights) - np.array(weights) / 2
     whole = float(sum(weights))
     found: list[int] = np.minimum(middles * world / whole, world - 1).astype(np.int64).tolist() if whole else []
@@ -340,7 +335,7 @@ def _in_runs(weights: Sequence[float], world: int) -> list[int]:
 
 
 def _by_weight(weights: Sequence[float], world: int, most: int) -> list[int]:
-    """The heaviest block that is left goes to the rank with the least work that has less than ``most`` blocks."""
+    """Owners of blocks: each, the heaviest first, goes to the rank of least work with fewer than ``most`` blocks."""
     owners = [0] * len(weights)
     room = [most] * world
     least = [(0.0, rank) for rank in range(world)]  # a heap
@@ -354,7 +349,7 @@ def _by_weight(weights: Sequence[float], world: int, most: int) -> list[int]:
 
 
 def in_order(lengths: Sequence[int]) -> Held:
-    """Parts of these lengths, one behind the other."""
+    """One span a rank, of these lengths, in the order of ranks."""
     ends = itertools.accumulate(lengths, initial=0)
     return tuple(((start, stop),) if stop > start else () for start, stop in itertools.pairwise(ends))
 
@@ -373,14 +368,14 @@ def _made(
 
 
 def work_of(mask: Mask, length: int, spans: Sequence[Span]) -> list[float]:
-    """What the queries of each span take: kept pairs, and for each row what it takes beside them."""
+    """The work of the queries of each span, in pairs: kept pairs, and the cost of each row as pairs."""
     beside = min(_ROW, length // _ROWS_OF_PAIRS)
     found = zip(pairs_of(mask, length, spans), spans, strict=True)
     return [pairs + beside * (stop - start) for pairs, (start, stop) in found]
 
 
 def pairs_of(mask: Mask, length: int, spans: Sequence[Span]) -> list[float]:
-    """Kept pairs of the queries of each span, as far as blocks tell."""
+    """About how many pairs of the queries of each span are kept."""
     keys = cuts(0, length, MOST_BLOCKS)
     widths = np.array([stop - start for start, stop in keys], np.float64)
     size = max(length // MOST_BLOCKS, 1)

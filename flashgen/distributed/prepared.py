@@ -1,7 +1,7 @@
-"""What ranks know of a call before they compute: who holds what, what the mask keeps, by which method.
+"""The preparation of a call over ranks: which rank holds what, which keys each needs, and by which method.
 
-In: what this rank was given. Out: what all ranks know alike, and the operator's tensors. Calls that were right are
-remembered, so that one like them costs little.
+In: the arguments of this rank. Out: the call as all ranks know it, and the operator's tensors. Valid calls are
+remembered, so that another one like them is cheap.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flashgen.distributed.agreement import Given, Told, agree
+from flashgen.distributed.agreement import RankCall, RankFacts, agree
 from flashgen.distributed.arguments import check_call, described, refuse_distributed, worded
 from flashgen.distributed.blocks import mask_of, read_by
 from flashgen.distributed.choice import Choice, Sizes, choice_of, method_text, pace_of, predicted
 from flashgen.distributed.exchange import backend_of
-from flashgen.distributed.needs import Held, Needs, length, needs_of
+from flashgen.distributed.needed_keys import Held, NeededKeys, length, needs_of
 from flashgen.distributed.partition import Partition, in_order
 from flashgen.distributed.ring import Walk
 from flashgen.distributed.segments import Pace
@@ -33,20 +33,20 @@ from flashgen.op.per_sequence import check_defaults
 from flashgen.op.tensor_kinds import check_tensors
 from flashgen.op.unchanged import UnchangedTensor
 
-_MOST_MARKED = 8  # calls that are remembered
+_MOST_REMEMBERED = 8  # calls
 
-# Equal for calls of the same shapes whose masks read the same, so that what follows from them need not be found again.
-Mark = tuple[object, ...]
+# Equal for calls of equal shapes whose masks read equal values: their preparation is the same.
+CallKey = tuple[object, ...]
 # q, k and v of a dense call, and its options.
-Call = tuple[tuple[Tensor, ...], Mapping[str, Any]]
+CallArguments = tuple[tuple[Tensor, ...], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Known:
-    """A call as all ranks know it; ``walks`` are those of it that this rank has made."""
+class KnownCall:
+    """A call as all ranks know it; ``walks`` are the schedules of it that this rank has made."""
 
     held: Held
-    needs: Needs
+    needs: NeededKeys
     sizes: Sizes
     choice: Choice
     pace: Pace
@@ -59,18 +59,18 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Agreed:
-    """Who holds what, the operator's tensors, what ranks told, and the mark of the call, if it has one."""
+class AgreedCall:
+    """What each rank holds, the operator's tensors, the facts of each rank, and the key of the call, if it has one."""
 
     held: Held
     tensors: tuple[Any, ...]
-    said: list[Told]
-    mark: Mark | None
+    said: list[RankFacts]
+    key: CallKey | None
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What ``context_parallel`` was given, checked."""
+    """The checked arguments of ``context_parallel``."""
 
     op: AttentionOp
     topology: Topology
@@ -83,45 +83,44 @@ class Setting:
 
 
 class Preparation:
-    """Prepares the calls of one op over the ranks of a group. Every rank does, with its own rows.
+    """Prepares the calls of one op over the ranks of a group; every rank does so, with its own rows.
 
-    A call that is like one that was right is known by its mark. Ranks that ask each other do so each time: on another
-    rank it may be another call.
+    A call like a remembered one is found by its key. Ranks with ``check`` still compare each call: another rank may
+    have made a different one.
     """
 
     def __init__(self, setting: Setting) -> None:
         self._op, self._setting, self._topology = setting.op, setting, setting.topology
-        self._given: deque[tuple[Mark, Given]] = deque(maxlen=_MOST_MARKED)
-        self._known: deque[tuple[tuple[Mark, list[Told]], Known]] = deque(maxlen=_MOST_MARKED)
+        self._given: deque[tuple[CallKey, RankCall]] = deque(maxlen=_MOST_REMEMBERED)
+        self._known: deque[tuple[tuple[CallKey, list[RankFacts]], KnownCall]] = deque(maxlen=_MOST_REMEMBERED)
 
     @property
     def remembered(self) -> int:
-        """How many calls that were right are known."""
         return len(self._known)
 
     def prepare(
         self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], seed: Any, captured: Mapping[str, Any]
-    ) -> tuple[Known, tuple[Any, ...]]:
-        """What ranks know, and the operator's tensors, of which q, k and v are this rank's rows."""
+    ) -> tuple[KnownCall, tuple[Any, ...]]:
+        """The call as ranks know it, and the operator's tensors, with this rank's rows of q, k and v."""
         told = self.tell(lambda: ((q, k, v), options), seed, captured)
         said = [replace(each, seed=0) for each in told.said]
-        key = None if told.mark is None else (told.mark, said)
+        key = None if told.key is None else (told.key, said)
         known = _recalled(self._known, key, lambda: self._known_of(told.held, said, told.tensors))
         return known, told.tensors
 
-    def _mark(self, tensors: Sequence[Any], options: Mapping[str, Any]) -> Mark | None:
-        """Of the operator's tensors; None: nothing is known of one.
+    def _mark(self, tensors: Sequence[Any], options: Mapping[str, Any]) -> CallKey | None:
+        """The key of a call; None where changes of a tensor that the mask reads cannot be noticed.
 
-        A tensor on a device is known by itself and by PyTorch's count of what was written to it: to compare what it
-        holds, the host would have to wait for it.
+        A tensor on a device enters as the object and PyTorch's count of writes to it: to compare contents, the host
+        would have to wait for the device.
         """
         reads = frozenset().union(*read_by(self._op.spec, HeadDim(tensors[0].shape[-1], tensors[2].shape[-1])))
         found: list[object] = [(x.shape, x.dtype, x.device) if isinstance(x, Tensor) else None for x in tensors]
         for name, x in zip(self._op.signature.names, tensors[3:], strict=False):
             if isinstance(x, Tensor) and name in reads:
-                if x.is_cpu and x.dim() == 0:  # a param, which is another tensor each time
+                if x.is_cpu and x.dim() == 0:  # a param: a new tensor at each call
                     found.append(x.item())
-                elif x.is_inference():  # nobody counts what is written to it
+                elif x.is_inference():  # PyTorch does not count writes to it
                     return None
                 else:
                     found.append(UnchangedTensor(x))
@@ -131,14 +130,14 @@ class Preparation:
             found += [worded(value, flag) for value in options.values()]
         return tuple(found)
 
-    def tell(self, call: Callable[[], Call], seed: Any, captured: Mapping[str, Any]) -> Agreed:
-        """What ranks tell each other where they ask. What ``call`` raises, every rank does."""
+    def tell(self, call: Callable[[], CallArguments], seed: Any, captured: Mapping[str, Any]) -> AgreedCall:
+        """Check the call on this rank and, with ``check``, compare it on all ranks. All raise what ``call`` raises."""
         spec, partition, check = self._op.spec, self._setting.partition, self._setting.check
-        drawn: list[tuple[tuple[Any, ...], Mark | None]] = []
+        drawn: list[tuple[tuple[Any, ...], CallKey | None]] = []
 
-        def take() -> tuple[Mapping[str, Any], tuple[Any, ...], Mark | None]:
+        def take() -> tuple[Mapping[str, Any], tuple[Any, ...], CallKey | None]:
             (q, k, v), options = call()
-            first: object = q  # which is checked next
+            first: object = q  # not checked yet
             kind = first.device.type if isinstance(first, Tensor) else "cpu"
             check_call(spec, q, k, v, backend_of(self._topology.whole, kind))
             rows = q.shape[2] if partition is None else length(partition.spans[self._topology.rank])
@@ -149,9 +148,9 @@ class Preparation:
             drawn.append((tensors, self._mark(tensors, options)))
             return options, *drawn[0]
 
-        def given() -> Given:
-            options, tensors, mark = take()
-            found = _recalled(self._given, mark, lambda: self._given_of(options, captured, tensors))
+        def given() -> RankCall:
+            options, tensors, key = take()
+            found = _recalled(self._given, key, lambda: self._given_of(options, captured, tensors))
             return replace(found, told=replace(found.told, seed=self._seed_of(tensors)))
 
         if check:
@@ -160,12 +159,12 @@ class Preparation:
             if spec.dropout is not None and seed is None:
                 raise ValueError("check=False takes a seed: ranks do not tell each other the one that they draw")
             take()
-            said = [Told(length(own)) for own in (() if partition is None else partition.spans)]
-        tensors, mark = drawn[0]
+            said = [RankFacts(length(own)) for own in (() if partition is None else partition.spans)]
+        tensors, key = drawn[0]
         if check and spec.dropout is not None and tensors[-2] is not None:
-            tensors = (*tensors[:-2], torch.tensor(said[0].seed), tensors[-1])  # that of the first rank
+            tensors = (*tensors[:-2], torch.tensor(said[0].seed), tensors[-1])  # the seed of rank 0
         held = in_order([each.length for each in said]) if partition is None else partition.spans
-        return Agreed(held, tensors, said, mark)
+        return AgreedCall(held, tensors, said, key)
 
     def _seed_of(self, tensors: Sequence[Any]) -> int:
         return int(tensors[-2].item()) if self._op.spec.dropout is not None and tensors[-2] is not None else 0
@@ -173,7 +172,6 @@ class Preparation:
     def _tensors(
         self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], seed: Any, captured: Mapping[str, Any]
     ) -> tuple[Any, ...]:
-        """The operator's tensors. Raises what the op raises."""
         op = self._op
         refuse_distributed({"q": q, "k": k, "v": v, **captured})
         check_tensors(list(captured), list(captured.values()))
@@ -191,7 +189,7 @@ class Preparation:
                 )
         return tuple(found)
 
-    def _given_of(self, options: Mapping[str, Any], captured: Mapping[str, Any], tensors: Sequence[Any]) -> Given:
+    def _given_of(self, options: Mapping[str, Any], captured: Mapping[str, Any], tensors: Sequence[Any]) -> RankCall:
         spec, flag, setting = self._op.spec, torch.is_grad_enabled(), self._setting
         signature, (q, k, v) = self._op.signature, tensors[:3]
         head_dim = HeadDim(q.shape[3], v.shape[3])
@@ -214,22 +212,15 @@ class Preparation:
             "options": ", ".join(f"{name} {worded(value, flag)}" for name, value in options.items()),
             "what the mask reads": mask_of(spec, head_dim, rows, captured).key,
         }
-        return Given(said, Told(q.shape[2], self._seed_of(tensors), nanoseconds))
+        return RankCall(said, RankFacts(q.shape[2], self._seed_of(tensors), nanoseconds))
 
-    def _known_of(self, held: Held, said: Sequence[Told], tensors: tuple[Any, ...]) -> Known:
-        """Raises what every rank finds wrong alike."""
+    def _known_of(self, held: Held, said: Sequence[RankFacts], tensors: tuple[Any, ...]) -> KnownCall:
+        """Raises errors that every rank finds alike."""
         spec, setting, (q, k, v) = self._op.spec, self._setting, tensors[:3]
         signature = self._op.signature
         head_dim, N = HeadDim(q.shape[3], v.shape[3]), sum(map(length, held))
-        sizes = {
-            "B": q.shape[0],
-            "H": q.shape[1],
-            "Hkv": k.shape[1],
-            "Nq": N,
-            "Nk": N,
-            "D": q.shape[3],
-            "Dv": v.shape[3],
-        }
+        of_call = Sizes(q.shape[0], q.shape[1], k.shape[1], head_dim, q.element_size())
+        sizes = of_call.named(N)
         for declared, x in zip(spec.tensors, tensors[3:], strict=False):
             check_captured(declared, x, sizes, q.device)
         self._op.engine.checker.indices.check(head_dim, sizes)
@@ -237,12 +228,11 @@ class Preparation:
             check_defaults(spec, tensors[3 + len(spec.tensors) :], sizes)
         captured = dict(zip(signature.names, tensors[3:], strict=False))
         mask = mask_of(spec, head_dim, sizes, {name: x for name, x in captured.items() if x is not None})
-        of_call = Sizes(q.shape[0], q.shape[1], k.shape[1], head_dim, q.element_size())
         needs = needs_of(mask, self._topology.of_keys(held))
         seconds = 1e-9 * max((each.nanoseconds for each in said), default=0)
         choice = choice_of(setting.method, self._topology, held, needs, mask, of_call, seconds, setting.link)
         pace = pace_of(spec, of_call, N, q.device, setting.link)
-        return Known(held, needs, of_call, choice, pace)
+        return KnownCall(held, needs, of_call, choice, pace)
 
 
 _Key = TypeVar("_Key")
@@ -250,7 +240,7 @@ _Found = TypeVar("_Found")
 
 
 def _recalled(known: deque[tuple[_Key, _Found]], key: _Key | None, make: Callable[[], _Found]) -> _Found:
-    """What is known under a key, else what is made, which is then known; of None nothing is."""
+    """The value that is remembered under a key, else a new one, which is then remembered unless the key is None."""
     if key is None:
         return make()
     for at, found in known:

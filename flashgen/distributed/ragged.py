@@ -1,7 +1,7 @@
-"""Ragged batches over ranks: the rows of all sequences, one behind the other, are what is spread.
+"""Ragged batches over ranks: the rows of all sequences, one behind the other, are spread over ranks.
 
-In: where sequences begin, who holds which rows. Out: ``Piece``s: of each, what ranks hold of it in its own positions,
-and where a rank's rows of it lie; o and lse of these. A sequence that one rank holds crosses nothing.
+In: where sequences begin, and which rows each rank holds. Out: a ``SequencePiece`` for each sequence, and o and lse of
+this rank's rows. A sequence that one rank holds alone needs no messages.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from flashgen.distributed.blocks import mask_of
 from flashgen.distributed.exchange import Group
-from flashgen.distributed.needs import Held, needs_of
-from flashgen.distributed.partial import Partial, Where
+from flashgen.distributed.needed_keys import Held, needs_of
+from flashgen.distributed.partial import Offsets, Partial
 from flashgen.distributed.ring import Walk
 from flashgen.distributed.rounds import rounds_of
 from flashgen.distributed.ulysses import Attend
@@ -33,8 +33,8 @@ from flashgen.op.values import type_of_sums
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One sequence: its number, its length, what each rank holds of it, where this rank's rows of it are."""
+class SequencePiece:
+    """One sequence: its number, its length, its positions on each rank, and its rows among those of this rank."""
 
     number: int
     length: int
@@ -42,15 +42,15 @@ class Piece:
     rows: tuple[slice, ...]
 
 
-def pieces_of(starts: Sequence[int], held: Held, rank: int) -> Iterator[Piece]:
-    """The sequences, in order; those without rows are left out."""
+def pieces_of(starts: Sequence[int], held: Held, rank: int) -> Iterator[SequencePiece]:
+    """The sequences in order, without empty ones."""
     for number, (first, end) in enumerate(pairwise(starts)):
         if end > first:
             inside = tuple(
                 tuple((max(x, first) - first, min(y, end) - first) for x, y in own if x < end and y > first)
                 for own in held
             )
-            yield Piece(number, end - first, inside, tuple(_rows(first, end, held, rank)))
+            yield SequencePiece(number, end - first, inside, tuple(_rows(first, end, held, rank)))
 
 
 def _rows(first: int, end: int, held: Held, rank: int) -> Iterator[slice]:
@@ -62,7 +62,7 @@ def _rows(first: int, end: int, held: Held, rank: int) -> Iterator[slice]:
 
 
 def captured_of(spec: AttentionSpec, tensors: Sequence[Any], length: int) -> list[Any]:
-    """What is captured, as a sequence of this length sees it: dimensions of the longest end where it does."""
+    """The captured tensors as a sequence of this length sees them: dimensions Nq and Nk are cut to the length."""
     found = list(tensors)
     for n, declared in enumerate(spec.tensors):
         x: Tensor = found[n]
@@ -85,7 +85,7 @@ def refusal(spec: AttentionSpec) -> str:
 
 
 def starts_of(cu_seqlens: object) -> list[int]:
-    """The beginnings, and the end, of sequences. Raises ``TypeError`` and ``ValueError``."""
+    """``cu_seqlens`` as a list. Raises ``TypeError`` and ``ValueError``."""
     held = check_starts("cu_seqlens", cu_seqlens)
     if held.is_meta:
         raise ValueError("'cu_seqlens' is on meta and has no numbers; ranks have to know where sequences begin")
@@ -96,7 +96,7 @@ def starts_of(cu_seqlens: object) -> list[int]:
 
 
 def attend_pieces(
-    partial: Partial, tensors: Sequence[Any], pieces: Iterable[Piece], batch: int, group: Group, *,
+    partial: Partial, tensors: Sequence[Any], pieces: Iterable[SequencePiece], batch: int, group: Group, *,
     rank: int, at_once: bool, repeatable: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """o [1, H, n, Dv] and lse [1, H, n] of a rank's rows, sequence by sequence; ``tensors`` are the operator's.
@@ -130,13 +130,13 @@ def attend_pieces(
         captured = {name: x for name, x in zip(signature.names, rest, strict=False) if x is not None}
         needs = needs_of(mask_of(spec, head_dim, sizes, captured, each.number), each.held)
         rounds = rounds_of(needs, each.held, rank, at_once=at_once, device=q.device)
-        where = Where(0, 0, each.number, 0, N, N, batch, heads)
+        where = Offsets(0, 0, each.number, 0, N, N, batch, heads)
         own = (torch.cat([x[:, :, rows] for rows in each.rows], 2) for x in (q, k, v))
         keeps = at_once or needs.are_few(each.held)
         walk = Walk(partial, rounds, group, where, repeatable, keeps)
         found.append(walk.attend((*own, *rest)))
     if not found:
-        # Gradients are zero, but there: other ranks wait for those of what is captured.
+        # A graph that gives zero gradients: other ranks wait for those of captured values.
         learned = [x for x in tensors if isinstance(x, Tensor) and x.requires_grad]
         o = q.new_zeros((*q.shape[:3], v.shape[3])) + sum(0 * x.sum().to(q.dtype) for x in learned)
         return o, q.new_zeros(q.shape[:3], dtype=type_of_sums(q.dtype)) if signature.has_lse else None
@@ -145,7 +145,7 @@ def attend_pieces(
 
 
 def attends_heads(op: AttentionOp, cu_seqlens: Tensor, heads: int, repeatable: bool) -> Attend:
-    """The same of some heads of all rows, where heads change places: one ragged call."""
+    """A function that computes some heads of all rows by one ragged call, for method ``"ulysses"``."""
 
     def attend(part: tuple[Any, ...], first: int) -> tuple[Tensor, Tensor | None]:
         rows, starts = (x[0].transpose(0, 1) for x in part[:3]), cu_seqlens.to(part[0].device, torch.int32)

@@ -1,9 +1,9 @@
-"""Attention over keys that ranks hold: round by round, while the keys of the next round travel.
+"""Attention over the keys of all ranks, round by round, while the keys of the next round travel.
 
-In: q, k and v of this rank, its rounds. Out: o and lse of its rows. Rows whose keys one call sees are those of the op
-itself, written where they belong; others are added up in float32. Backward, gradients of keys go back to who holds
-them in float32, and are added there. The keys of a round are sent again then, unless they are kept. A ring keeps few:
-it holds those of two rounds at a time, and a rank of a group of any size as much as its own.
+In: q, k and v of this rank, and its rounds. Out: o and lse of its rows. Rows whose keys all come in one round are
+computed by one call of the op, which writes them in place; the parts of other rows are added up in float32. In the
+backward pass, gradients of keys travel back in float32 to the rank that holds the keys, and are added there. Keys are
+sent again for it, unless the forward pass kept them. A ring holds the keys of two rounds at a time.
 """
 
 from __future__ import annotations
@@ -18,65 +18,64 @@ from torch import Tensor
 
 from flashgen.distributed.blocks import Span, moved
 from flashgen.distributed.exchange import Flight, Group, once, post
-from flashgen.distributed.partial import Closed, Partial, Rows, Where
-from flashgen.distributed.pieces import Keys, Pieces, RowForm, taken
-from flashgen.distributed.rounds import Round, Rounds, Unit, Which
-from flashgen.distributed.sums import Tensors as Parts
-from flashgen.distributed.sums import Total, rows_at
+from flashgen.distributed.gradient_sums import GradientSum, rows_at
+from flashgen.distributed.gradient_sums import Tensors as Parts
+from flashgen.distributed.key_rows import KeyExchange, KeyRowLayout, RoundKeys, taken
+from flashgen.distributed.partial import Offsets, Partial, PartialRows
+from flashgen.distributed.rounds import Round, Rounds, RowSelection, Unit
 from flashgen.distributed.whole import as_declared
-from flashgen.op.call import Tensors
+from flashgen.op.call import Attended, Tensors
 from flashgen.op.layouts import layout_like
 from flashgen.op.tensor_kinds import with_memory
 from flashgen.op.values import type_of_sums
 
-_rows = functools.partial(rows_at, dim=2)  # of [B, heads, n, …]
+_rows = functools.partial(rows_at, dim=2)  # rows of [B, heads, n, …]
 
 
 @dataclass(frozen=True)
 class Walk:
-    """How a rank computes a call. ``where`` says its heads and batch. ``keeps``: backward finds what forward got."""
+    """How a rank computes a call. ``where`` are its heads and batch. ``keeps``: received keys are kept for backward."""
 
     partial: Partial
     plan: Rounds
     group: Group
-    where: Where
+    where: Offsets
     deterministic: bool
     keeps: bool
 
     def attend(self, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
         """o [B, H, n, Dv] and lse [B, H, n] of the operator's tensors, of which q, k and v are this rank's rows."""
-        found: tuple[Tensor, Tensor | None] = _Attend.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, Tensor | None] = _RingAttention.apply(self, *tensors)  # type: ignore[no-untyped-call]
         return found
 
-    def place(self, q_start: int, kv_start: int) -> Where:
-        """Of a call of some rows and keys."""
+    def place(self, q_start: int, kv_start: int) -> Offsets:
+        """The offsets of a call whose rows and keys begin at these positions."""
         return self.where._replace(q_start=q_start, kv_start=kv_start)
 
 
 class _Forward:
-    """One forward pass. ``closed`` are o, lse and its parts of all rows."""
+    """One forward pass. ``closed`` are o, lse and the parts of lse of all rows."""
 
     def __init__(self, walk: Walk, tensors: Tensors) -> None:
         self.walk, self.tensors = walk, tensors
         q, k, v = tensors[:3]
-        self.pieces = Pieces(walk.plan, walk.group, k, v)
+        self.exchange = KeyExchange(walk.plan, walk.group, k, v)
         self.closed = walk.partial.room(q, v)
-        self._seen: dict[int, Rows] = {}  # of each segment that is computed in parts
+        self._seen: dict[int, PartialRows] = {}  # by segment, of those that several calls compute
 
-    def run(self) -> list[Keys | None]:
-        """All rounds; their keys.
+    def run(self) -> list[RoundKeys | None]:
+        """Compute all rounds; returns the keys of each.
 
-        What others wait for, and what comes, is on its way before the first call: it would wait for one that fills
-        the GPU.
+        Messages of a round are posted before the kernels of the round before it, which may fill the GPU.
         """
-        kept: list[Keys | None] = []
-        coming: Keys | None = None
+        kept: list[RoundKeys | None] = []
+        coming: RoundKeys | None = None
         for number, each in enumerate(self.walk.plan.rounds):
-            keys, coming = coming, self.pieces.fetch(number + 1)
-            k, v = self.pieces.opened(keys)
+            keys, coming = coming, self.exchange.fetch(number + 1)
+            k, v = self.exchange.opened(keys)
             for unit in each.units:
                 self._compute(unit, k, v)
-            self.pieces.join(number + 1, coming)
+            self.exchange.join(number + 1, coming)
             kept.append(keys)
         self._close()
         return kept
@@ -95,7 +94,7 @@ class _Forward:
             partial.add_to(self._seen[n], slice(*moved(unit.rows, -of.rows[0])), own, where)
 
     def _close(self) -> None:
-        """What was computed in parts, or sees no key."""
+        """Finish the rows that several calls computed, or that see no key."""
         partial, plan, (q, k, v) = self.walk.partial, self.walk.plan, self.tensors[:3]
         whole = {unit.segment for each in plan.rounds for unit in each.units if plan.segments[unit.segment].is_whole}
         for n, of in enumerate(plan.segments):
@@ -110,8 +109,8 @@ class _Forward:
                     place.copy_(x)
 
 
-class _Attend(torch.autograd.Function):
-    """The walk of a call; arguments and gradients are those of the operator."""
+class _RingAttention(torch.autograd.Function):
+    """The autograd function of a walk; arguments and gradients are those of the operator."""
 
     @staticmethod
     def forward(ctx: Any, walk: Walk, *tensors: Any) -> tuple[Tensor, Tensor | None]:
@@ -121,7 +120,7 @@ class _Attend(torch.autograd.Function):
         kept = forward.run()
         o, lse, _ = forward.closed
         ctx.walk, ctx.inputs = walk, len(tensors)
-        ctx.kept = [None if keys is None else Keys(keys.rows) for keys in kept] if walk.keeps else None
+        ctx.kept = [None if keys is None else RoundKeys(keys.rows) for keys in kept] if walk.keeps else None
         ctx.save_for_backward(*tensors, *forward.closed)
         ctx.set_materialize_grads(False)
         return o, lse
@@ -152,46 +151,44 @@ class _Attend(torch.autograd.Function):
         return None, *found
 
 
-# Gradients of keys on their way home, and those that come: of which own rows, [m, width].
-Going = tuple[Flight, tuple[tuple[Which, Tensor], ...]]
+# Gradients of keys under way: the messages, and for each received [m, width] the own rows that it belongs to.
+GradientsInFlight = tuple[Flight, tuple[tuple[RowSelection, Tensor], ...]]
 
 
 class _Backward:
-    """One backward pass. ``sums`` are the gradients of what is captured, by its number among the inputs, float32 at
-    least.
-    """
+    """One backward pass. ``sums`` are gradients of captured values, float32 at least, by the number of the input."""
 
     def __init__(
-        self, walk: Walk, tensors: Tensors, arriving: tuple[Tensor, Tensor | None], closed: Closed, needs: list[bool]
+        self, walk: Walk, tensors: Tensors, arriving: tuple[Tensor, Tensor | None], closed: Attended, needs: list[bool]
     ) -> None:
         q, k, v = tensors[:3]
         self.walk, self.tensors, self.arriving, self.closed, self.needs = walk, tensors, arriving, closed, needs
         self.wide = type_of_sums(q.dtype)
-        self.pieces = Pieces(walk.plan, walk.group, k, v)
-        self.form = RowForm.of(k, v, together=all(of.is_whole for of in walk.plan.segments))
+        self.exchange = KeyExchange(walk.plan, walk.group, k, v)
+        self.form = KeyRowLayout.of(k, v, together=all(of.is_whole for of in walk.plan.segments))
         self.sums: dict[int, Tensor] = {}
         self._d_q = q.new_empty_strided(*layout_like(q, q.shape))
-        self._d_q_parts: dict[int, Total] = {}  # of each segment that is computed in parts
-        self._d_keys = Total(k.shape[2])
+        self._d_q_parts: dict[int, GradientSum] = {}  # by segment, of those that several calls compute
+        self._d_keys = GradientSum(k.shape[2])
         self._learned = [n for n in range(3, len(needs)) if needs[n]]
         self._wide_o: dict[Span, Tensor] = {}
 
-    def run(self, kept: Sequence[Keys | None] | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v. While a round is worked on, keys of the next come and gradients of the one
-        before go home.
+    def run(self, kept: Sequence[RoundKeys | None] | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of q, k and v. During a round the keys of the next one arrive, and the gradients of the one
+        before travel back.
 
-        Where keys were ``kept`` the own ones come last: what others wait for goes before.
+        Where keys were ``kept``, this rank's own keys come last, so that other ranks get their gradients early.
         """
-        going: Going | None = None
+        going: GradientsInFlight | None = None
         numbers = range(len(self.walk.plan.rounds))
         coming = None
         for number in numbers if kept is None else reversed(numbers):
             if kept is not None:
                 keys = kept[number]
             else:
-                keys, coming = coming, self.pieces.fetch(number + 1)
-            foreign = self._round(self.walk.plan.rounds[number], *self.pieces.opened(keys))
-            self.pieces.join(number + 1, coming)
+                keys, coming = coming, self.exchange.fetch(number + 1)
+            foreign = self._round(self.walk.plan.rounds[number], *self.exchange.opened(keys))
+            self.exchange.join(number + 1, coming)
             self._come_home(going)
             going = self._send_home(number, foreign)
         self._come_home(going)
@@ -206,7 +203,7 @@ class _Backward:
         return self._d_q, d_k, d_v
 
     def _round(self, each: Round, k: Tensor, v: Tensor) -> Tensor | None:
-        """The gradients of a round's foreign keys, as rows; adds to others what is theirs."""
+        """Compute a round: add up gradients of own keys and captured values; returns those of foreign keys, as rows."""
         foreign = None
         for unit in each.units:
             both, sums = self._gradients(unit, k, v)
@@ -222,7 +219,7 @@ class _Backward:
         return foreign
 
     def _gradients(self, unit: Unit, k: Tensor, v: Tensor) -> tuple[Parts, Sequence[Tensor]]:
-        """Of the keys of one call, and of what is captured; keeps that of its rows."""
+        """The gradients of a call by its keys and by captured values; dQ is stored or added up."""
         walk, partial, of = self.walk, self.walk.partial, self.walk.plan.segments[unit.segment]
         d_o, d_lse = self.arriving
         d_o, d_lse = _rows(d_o, unit.rows), None if d_lse is None else _rows(d_lse, unit.rows)
@@ -240,12 +237,12 @@ class _Backward:
             wide_o = self._wide_o[unit.rows] = o.to(partial.type_of(o.dtype))
         found = partial.gradients(d_o, d_lse, (wide_o, lse, parts), own, where, self.needs, walk.deterministic)
         d_q, d_k, d_v = (x.to(self.wide) for x in found[:3])
-        total = self._d_q_parts.setdefault(unit.segment, Total(of.rows[1] - of.rows[0]))
+        total = self._d_q_parts.setdefault(unit.segment, GradientSum(of.rows[1] - of.rows[0]))
         total.add(moved(unit.rows, -of.rows[0]), (d_q,))
         return (d_k, d_v), found[3:]
 
     def _add_foreign(self, rows: Tensor | None, each: Round, unit: Unit, both: Parts) -> Tensor:
-        """``Round.foreign`` rows with what a call found for some of them more."""
+        """Add the gradients of a call's foreign keys to the ``Round.foreign`` rows of the round."""
         fresh = rows is None and sum(part[1] - part[0] for part, _ in unit.foreign) == each.foreign
         if rows is None:
             make = torch.empty if fresh else torch.zeros
@@ -255,7 +252,7 @@ class _Backward:
                 x.copy_(rows_at(y, part)) if fresh else x.add_(rows_at(y, part))
         return rows
 
-    def _send_home(self, number: int, foreign: Tensor | None) -> Going | None:
+    def _send_home(self, number: int, foreign: Tensor | None) -> GradientsInFlight | None:
         each = self.walk.plan.rounds[number]
         if number == 0:
             return None
@@ -267,7 +264,7 @@ class _Backward:
         coming = [(x.rank, part) for x, (_, part) in zip(each.sent, parts, strict=True)]
         return post(sent, coming, self.walk.group, f"gradients of round {number}"), parts
 
-    def _come_home(self, going: Going | None) -> None:
+    def _come_home(self, going: GradientsInFlight | None) -> None:
         if going is None:
             return
         flight, parts = going
@@ -280,15 +277,15 @@ def _add_gradients_of_sinks(
     walk: Walk,
     tensors: Tensors,
     arriving: tuple[Tensor, Tensor | None],
-    closed: Closed,
+    closed: Attended,
     learned: Sequence[int],
     found: list[Tensor | None],
 ) -> None:
-    """Of a sink z: -exp(z - lse) (rowsum(dO ∘ O) - d(lse)); those of what it reads are added to ``found``."""
+    """Add the gradients of the values that a sink z reads: dz = -exp(z - lse) (rowsum(dO ∘ O) - d(lse))."""
     (d_o, d_lse), (o, lse, _) = arriving, closed
     assert lse is not None
     rest, (q, _, v) = list(tensors[3:]), tensors[:3]
-    # Wide, as autograd would round their gradients to the types that they have.
+    # In float32, as autograd rounds gradients to the types of their values.
     leaves = {n: tensors[n].detach().to(type_of_sums(tensors[n].dtype)).requires_grad_() for n in learned}
     for n, leaf in leaves.items():
         rest[n - 3] = leaf
@@ -316,11 +313,10 @@ def _add_gradients_of_sinks(
 
 
 def _operands(tensors: Tensors, unit: Unit, k: Tensor, v: Tensor) -> Tensors:
-    """The operator's tensors of one call, over keys of its round."""
+    """The operator's tensors for one call, over the keys k and v of its round."""
     return (_rows(tensors[0], unit.rows), _rows(k, unit.keys), _rows(v, unit.keys), *tensors[3:])
 
 
-def _closed_at(closed: Closed, rows: Span) -> Closed:
-    """o, lse and its parts of some rows."""
+def _closed_at(closed: Attended, rows: Span) -> Attended:
     o, lse, parts = closed
     return _rows(o, rows), None if lse is None else _rows(lse, rows), None if parts is None else _rows(parts, rows)

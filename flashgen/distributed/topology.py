@@ -1,4 +1,4 @@
-"""Which ranks share a sequence, and along which groups what travels.
+"""The groups of ranks along which keys and heads travel.
 
 In: a mesh of one or two dimensions, a process group, or None, and the methods of its dimensions. Out: a ``Topology``.
 Ranks are counted over the whole mesh, its last dimension first, as ``Partition`` counts them.
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashgen.distributed.exchange import Group, check_member
-from flashgen.distributed.needs import Held, joined
+from flashgen.distributed.needed_keys import Held, joined
 
 KEYS = ("all_gather", "ring")
 METHODS = ("auto", *KEYS, "ulysses")
@@ -22,10 +22,10 @@ METHODS = ("auto", *KEYS, "ulysses")
 
 @dataclass(frozen=True)
 class Topology:
-    """``whole`` are all ranks. Along ``by_keys`` keys travel, along ``by_heads`` heads change places.
+    """The groups of a call: ``whole`` has all ranks; keys travel in ``by_keys``, heads are exchanged in ``by_heads``.
 
     ``extents`` are the sizes of the mesh; ``heads_axis`` is the dimension of ``by_heads``, where there are two.
-    ``sums`` are groups over which sums, one after the other, are those over all ranks.
+    Reductions over each group of ``sums``, one after the other, are a reduction over all ranks.
     """
 
     whole: Group
@@ -37,28 +37,26 @@ class Topology:
 
     @property
     def rank(self) -> int:
-        """The number of this rank among all."""
         return dist.get_rank(self.whole)
 
     @property
     def world(self) -> int:
-        """How many there are."""
         return dist.get_world_size(self.whole)
 
     def along(self, rank: int) -> tuple[int, int]:
-        """Where a rank is along keys, and along heads."""
+        """The index of a rank in its ``by_keys`` group, and in its ``by_heads`` group."""
         if self.heads_axis is None:
             return rank, 0
         first, second = divmod(rank, self.extents[1])
         return (first, second) if self.heads_axis == 1 else (second, first)
 
     def of_heads(self, held: Held, rank: int) -> Held:
-        """What each rank holds of those that ``rank`` changes heads with."""
+        """The positions of each rank with which ``rank`` exchanges heads."""
         line = self.along(rank)[0]
         return tuple(own for other, own in enumerate(held) if self.along(other)[0] == line)
 
     def of_keys(self, held: Held) -> Held:
-        """What ranks along keys hold, those that change heads with each other together."""
+        """The positions of each index of ``by_keys``: ranks that exchange heads count as one."""
         count = 1 + max(self.along(rank)[0] for rank in range(len(held)))
         return tuple(
             joined(span for rank, own in enumerate(held) if self.along(rank)[0] == line for span in own)
@@ -67,7 +65,7 @@ class Topology:
 
 
 def topology_of(mesh: object, method: str | Sequence[str]) -> Topology:
-    """Raises ``TypeError`` and ``ValueError`` for what is no mesh, or methods that do not go with it."""
+    """The topology of a mesh. Raises ``TypeError`` and ``ValueError`` where the methods do not fit it."""
     if not dist.is_initialized():
         raise RuntimeError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
     if isinstance(mesh, DeviceMesh) and mesh.get_coordinate() is None:

@@ -1,7 +1,7 @@
-"""Heads change places with positions: each rank computes some heads of all rows, which are then brought home.
+"""Method ``"ulysses"``: an all-to-all exchanges positions for heads, so that each rank computes some heads of all rows.
 
-In: q, k and v of this rank's rows, who holds which. Out: the rows of all, of this rank's heads, ascending; and back.
-Heads are dealt out in turn, as evenly as they divide. Key/value heads go to every rank that has a query head of theirs.
+In: q, k and v of this rank's rows, and the rows of each rank. Out: this rank's heads of all rows, ascending; and back.
+Heads are divided evenly. Key/value heads are sent to every rank that has a query head of their group.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor
 
 from flashgen.distributed.blocks import Span
 from flashgen.distributed.exchange import Group, all_to_all, once
-from flashgen.distributed.needs import Held
+from flashgen.distributed.needed_keys import Held, length
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.checks import reads_key_heads
 
 
 @dataclass(frozen=True)
 class Share:
-    """The heads of a rank: query heads, the key/value heads that these read, and the calls that compute them.
+    """The query heads of a rank, the key/value heads that these read, and the calls that compute them.
 
-    A call is query heads and key/value heads, counted from the first of the share; those of one call share evenly.
+    A call is a span of query heads and one of key/value heads, counted from the first of the share, in one ratio.
     """
 
     heads: Span
@@ -37,13 +37,13 @@ class Share:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Heads of q, k and v."""
+        """The numbers of heads of q, k and v."""
         kv = self.kv_heads[1] - self.kv_heads[0]
         return self.heads[1] - self.heads[0], kv, kv
 
 
 def shares_of(heads: int, kv_heads: int, world: int) -> tuple[Share, ...]:
-    """The share of each rank."""
+    """The heads of each rank."""
     group = max(heads // kv_heads, 1) if kv_heads else 1
     return tuple(_share(group, heads * rank // world, heads * (rank + 1) // world) for rank in range(world))
 
@@ -51,7 +51,7 @@ def shares_of(heads: int, kv_heads: int, world: int) -> tuple[Share, ...]:
 def _share(group: int, low: int, high: int) -> Share:
     if low == high:
         return Share((low, low), (low // group, low // group), ())
-    # Whole groups are one call; what is left of a group at either end is one more.
+    # Whole groups of query heads are one call; a part of a group at either end is one more.
     first, last = -(-low // group) * group, high // group * group
     borders = sorted({low, high, *(x for x in (first, last) if low < x < high)})
     kv_low = low // group
@@ -63,7 +63,7 @@ def _share(group: int, low: int, high: int) -> Share:
 
 
 def no_heads(spec: AttentionSpec, heads: int, kv_heads: int, world: int) -> str:
-    """Why heads cannot change places; empty where they can."""
+    """Why method ``"ulysses"`` cannot be used; empty where it can."""
     if heads < world:
         return f"{heads} query heads cannot be dealt out to {world} ranks"
     group = max(heads // kv_heads, 1) if kv_heads else 1
@@ -79,7 +79,7 @@ def no_heads(spec: AttentionSpec, heads: int, kv_heads: int, world: int) -> str:
 
 @dataclass(frozen=True)
 class Swap:
-    """Who of a group holds which rows, and computes which heads."""
+    """The rows that each rank of a group holds, and the heads that it computes."""
 
     group: Group
     held: Held
@@ -87,27 +87,20 @@ class Swap:
 
     @property
     def rank(self) -> int:
-        """The number of this rank in the group."""
         return dist.get_rank(self.group)
 
     @property
     def lengths(self) -> list[int]:
-        """The rows of each rank."""
-        return [sum(stop - start for start, stop in own) for own in self.held]
-
-    def there(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, heads, n, D] of this rank's rows → [B, own heads, N, D] of all, ascending; differentiable."""
-        found: tuple[Tensor, Tensor, Tensor] = _There.apply(self, q, k, v)  # type: ignore[no-untyped-call]
-        return found
+        return list(map(length, self.held))
 
     def home(self, x: Tensor) -> Tensor:
-        """[B, own heads, N, D] → [B, heads, n, D]: the reverse, of what queries have; differentiable."""
+        """[B, own heads, N, D] → [B, heads, n, D], the reverse for o and lse; differentiable."""
         found: Tensor = _Home.apply(self, x)  # type: ignore[no-untyped-call]
         return found
 
     @functools.cached_property
     def places(self) -> Sequence[Sequence[tuple[slice, slice]]]:
-        """Of each rank where its rows lie among all, span by span, and where they lie among its own."""
+        """For each rank, by spans: where its rows lie among all rows, and where among its own."""
         spans = sorted(span for own in self.held for span in own)
         firsts = dict(zip(spans, accumulate((stop - start for start, stop in spans), initial=0), strict=False))
         found = []
@@ -119,7 +112,7 @@ class Swap:
 
     @property
     def total(self) -> int:
-        """N."""
+        """N, the rows of all ranks."""
         return sum(self.lengths)
 
     def heads(self, x: int) -> list[Span]:
@@ -127,13 +120,13 @@ class Swap:
         return [share.heads if x == 0 else share.kv_heads for share in self.shares]
 
 
-# Attends with some heads of all rows, of which the first is the one of this number.
+# Computes o and lse of some heads of all rows; takes the operator's tensors and the number of the first head.
 Attend = Callable[[tuple[Any, ...], int], tuple[Tensor, Tensor | None]]
 
 
 def attend_swapped(swap: Swap, tensors: Sequence[Any], has_lse: bool, attend: Attend) -> tuple[Tensor, Tensor | None]:
     """o and lse of this rank's rows, where ``attend`` computes its heads; ``tensors`` are the operator's."""
-    q, k, v = swap.there(*tensors[:3])
+    q, k, v = _There.apply(swap, *tensors[:3])  # type: ignore[no-untyped-call]
     own = swap.shares[swap.rank]
     found = [
         attend((q[:, slice(*of_q)], k[:, slice(*of_kv)], v[:, slice(*of_kv)], *tensors[3:]), own.heads[0] + of_q[0])
@@ -145,7 +138,7 @@ def attend_swapped(swap: Swap, tensors: Sequence[Any], has_lse: bool, attend: At
 
 
 class _There(torch.autograd.Function):
-    """All three in one exchange. Gradients of heads that several ranks had are added in float32, by rank."""
+    """q, k and v in one exchange. Gradients of heads that several ranks read are added in float32, by rank."""
 
     @staticmethod
     def forward(ctx: Any, swap: Swap, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -159,7 +152,7 @@ class _There(torch.autograd.Function):
 
 
 class _Home(torch.autograd.Function):
-    """Rows to who holds them; the gradient takes the way back."""
+    """Rows back to the ranks that hold them."""
 
     @staticmethod
     def forward(ctx: Any, swap: Swap, x: Tensor) -> Tensor:
@@ -173,7 +166,7 @@ class _Home(torch.autograd.Function):
 
 
 def _to_heads(swap: Swap, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Of this rank's rows of q, k and v, or of what only queries have, all rows of its heads."""
+    """The rows of q, k and v of this rank (or of o alone) → all rows of its heads."""
     ranks = range(len(swap.held))
     parts = [[x[:, slice(*swap.heads(n)[rank])] for n, x in enumerate(tensors)] for rank in ranks]
     found = tuple(
@@ -190,7 +183,7 @@ def _to_heads(swap: Swap, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _to_rows(swap: Swap, tensors: Sequence[Tensor], heads: Sequence[int]) -> tuple[Tensor, ...]:
-    """The reverse: this rank's rows of all ``heads``."""
+    """All rows of this rank's heads → this rank's rows of all ``heads``."""
     flat = tensors[0].new_empty(sum(_sizes(tensors, swap)))
     for x, rows, places in _by_rank(flat, tensors, swap):
         for at, own in places:
@@ -209,12 +202,12 @@ def _to_rows(swap: Swap, tensors: Sequence[Tensor], heads: Sequence[int]) -> tup
 
 
 def _sizes(tensors: Sequence[Tensor], swap: Swap) -> list[int]:
-    """Elements of each rank's rows of these, which have all rows."""
+    """The number of elements of each rank's rows, of tensors with all rows."""
     return [sum(x.shape[0] * x.shape[1] * n * x.shape[3] for x in tensors) for n in swap.lengths]
 
 
 def _split(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Tensors that lie one behind the other; views."""
+    """Views of tensors that lie one behind the other."""
     parts = torch.split(flat, [math.prod(shape) for shape in shapes])
     return [part.reshape(tuple(shape)) for part, shape in zip(parts, shapes, strict=True)]
 
@@ -222,7 +215,7 @@ def _split(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 def _by_rank(
     flat: Tensor, tensors: Sequence[Tensor], swap: Swap
 ) -> Iterator[tuple[Tensor, Tensor, Sequence[tuple[slice, slice]]]]:
-    """Of each rank each tensor, the rank's rows of it as they lie in ``flat``, a view, and where these belong."""
+    """For each rank and tensor: the tensor, a view of the rank's rows in ``flat``, and their places in the tensor."""
     for rank, part in enumerate(torch.split(flat, _sizes(tensors, swap))):
         shapes = [(*x.shape[:2], swap.lengths[rank], x.shape[3]) for x in tensors]
         for x, rows in zip(tensors, _split(part, shapes), strict=True):
@@ -230,7 +223,7 @@ def _by_rank(
 
 
 def _added(heads: int, spans: Sequence[Span], parts: Sequence[Tensor]) -> Tensor:
-    """Heads of all ranks as one tensor; those that several ranks had are added in float32 at least, by rank."""
+    """The heads of all ranks as one tensor; heads that several ranks have are added in float32, by rank."""
     if sum(high - low for low, high in spans) == heads:
         return torch.cat(list(parts), 1)
     batch, _, *rest = parts[0].shape

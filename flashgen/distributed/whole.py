@@ -1,8 +1,8 @@
-"""Calls over all keys of some heads, whose gradients of captured values are added up with those of others.
+"""Calls over all keys of some heads, whose gradients of captured values are later summed over calls and ranks.
 
-In: an engine and the tensors of its operator, of which captured values may be wider than their spec declares. Out: o
-and lse. Kernels get captured values in the declared types; gradients of those that came wider are not rounded to these:
-who adds them up over calls and ranks rounds once.
+In: an engine and the tensors of its operator; captured values may be float32 where the spec declares 16 bits. Out: o
+and lse. Kernels get captured values in the declared types. Gradients of values that came wider stay wide, so that their
+sum is rounded once.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from flashgen.op.tensor_kinds import with_memory
 
 def attend_whole(engine: Engine, tensors: Sequence[Any], rest: Rest) -> tuple[Tensor, Tensor | None]:
     """``o`` and ``lse``, as the engine's operator has them; None for pointwise weights."""
-    found: tuple[Tensor, Tensor | None] = _Attend.apply(engine, rest, *tensors)  # type: ignore[no-untyped-call]
+    found: tuple[Tensor, Tensor | None] = _WholeAttention.apply(engine, rest, *tensors)  # type: ignore[no-untyped-call]
     return found
 
 
 def as_declared(signature: Signature, tensors: Sequence[Any]) -> Tensors:
-    """The operator's tensors, with captured values of 16 bits that came wider in their own types."""
+    """The operator's tensors, with captured values rounded to the types that the spec declares."""
     first = 3
     found = list(with_memory(tensors))
     for n, dtype in enumerate(signature.dtypes, first):
@@ -36,7 +36,7 @@ def as_declared(signature: Signature, tensors: Sequence[Any]) -> Tensors:
     return tuple(found)
 
 
-class _Attend(torch.autograd.Function):
+class _WholeAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, engine: Engine, rest: Rest, *tensors: Any) -> tuple[Tensor, Tensor | None]:
         own = as_declared(engine.signature, tensors)

@@ -1,6 +1,6 @@
-"""``flash_attn_combine``: one attention, of its parts over different keys.
+"""``flash_attn_combine``: merges attention over different keys of the same rows.
 
-In: o and lse of each part. Out: o and lse of all keys, by PyTorch's operators, with gradients.
+In: o and lse of each part. Out: o and lse over all keys, by PyTorch's operators, with gradients.
 """
 
 from __future__ import annotations

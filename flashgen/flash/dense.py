@@ -10,7 +10,15 @@ from typing import Any, Unpack
 
 from torch import Tensor
 
-from flashgen.flash.options import ByName, ask, check_names, sizes_of, unpacked, with_options_of, with_second_query
+from flashgen.flash.options import (
+    ByName,
+    check_names,
+    plan_call,
+    sizes_of,
+    unpacked,
+    with_options_of,
+    with_second_query,
+)
 
 _FORMS = {"q": "[B, Nq, H, D]", "k": "[B, Nk, Hkv, D]", "v": "[B, Nk, Hkv, Dv]"}
 
@@ -56,7 +64,7 @@ def flash_attn_func(
         if by_name.get("qv") is not None:
             q, k = with_second_query(q, k, v, by_name["qv"])
             sizes = sizes._replace(width=q.shape[3])
-    asked = ask(sizes, given, by_name)
+    asked = plan_call(sizes, given, by_name)
     found = asked.op(
         q.transpose(1, 2),
         k.transpose(1, 2),

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from flashgen.flash.options import (
-    OfAll,
+    CallSizes,
+    CommonOptions,
     Positional,
-    Sizes,
-    ask,
     check_bool,
     check_names,
     check_rows,
     either,
+    plan_call,
     sizes_of,
     with_second_query,
 )
@@ -34,8 +34,8 @@ from flashgen.op.eight_bits import F8, factors_of, from_8_bits
 from flashgen.op.f8 import wide_type
 
 
-class CachedByName(OfAll, total=False):
-    """Those of caches beside the options of ``OfAll``.
+class CachedByName(CommonOptions, total=False):
+    """Options of caches beside ``CommonOptions``.
 
     ``page_table`` is FlashAttention 3's name of ``block_table``. ``rotary_seqlens`` int32 [B] are the positions of the
     first new rows as the rotary embedding counts, by default ``cache_seqlens``. With ``cu_seqlens_q`` int32 [B + 1]
@@ -120,7 +120,7 @@ def flash_attn_with_kvcache(
     if second is not None:
         sizes = sizes._replace(width=sizes.width + sizes.v_width)
     counts_from = cache_leftpad if by_name.get("attention_chunk") else None
-    asked = ask(sizes, given, by_name, counts_from)
+    asked = plan_call(sizes, given, by_name, counts_from)
     if rotary_cos is not None or rotary_sin is not None:
         positions = by_name.get("rotary_seqlens")
         first = cache_seqlens if positions is None else positions
@@ -160,7 +160,7 @@ def _appended(
     cache_seqlens: int | Tensor,
     places: Mapping[str, Any],
 ) -> tuple[int | Tensor, None, None]:
-    """The rows that a cache has once k and v, if there are any, are written to it; and none that are new."""
+    """Write k and v, if given, to the cache; returns the new lengths of its sequences, and None for k and v."""
     k, v = new
     if k is None or v is None:
         return cache_seqlens, None, None
@@ -178,7 +178,7 @@ def _of_ragged_queries(
     given: Positional,
     by_name: Mapping[str, Any],
 ) -> Any:
-    """The same of sequences with queries of any lengths, one behind the other."""
+    """The call for queries of any lengths, one behind the other."""
     check_rows(
         {"q": (q, "[Tq, H, D]"), "k_cache": (k_cache, _FORMS["k_cache"]), "v_cache": (v_cache, _FORMS["v_cache"])}
     )
@@ -189,7 +189,7 @@ def _of_ragged_queries(
 
 
 def _of_more_bits(q: Tensor, k_cache: Tensor, factor: Any) -> Tensor:
-    """q of 8 bits, which a cache of 8 bits has. Raises ``TypeError`` and ``ValueError``."""
+    """q of 8 bits, widened; the cache has 8 bits, too. Raises ``TypeError`` and ``ValueError``."""
     if q.dtype is F8 and k_cache.dtype is not F8:
         raise TypeError(f"'q' is {F8}, but 'k_cache' is {k_cache.dtype}; q of 8 bits goes with a cache of 8 bits")
     factors = factors_of("q_descale", factor, ("q", q), (q.shape[0], k_cache.shape[2]), q.device)
@@ -197,7 +197,7 @@ def _of_more_bits(q: Tensor, k_cache: Tensor, factor: Any) -> Tensor:
 
 
 def _rows_of_table(table: Any, entries: Any) -> Tensor:
-    """The pages of the sequences that ``cache_batch_idx`` names."""
+    """The rows of ``block_table`` for the sequences that ``cache_batch_idx`` names."""
     for name, x in (("block_table", table), ("cache_batch_idx", entries)):
         if not isinstance(x, Tensor) or not is_integral(x.dtype):
             what = x.dtype if isinstance(x, Tensor) else type(x).__name__
@@ -211,7 +211,7 @@ def _rows_of_table(table: Any, entries: Any) -> Tensor:
 
 
 def _room(k_cache: Tensor, block_table: Any) -> int:
-    """The rows that a sequence may have."""
+    """The most rows that a sequence may have."""
     check_rows({"k_cache": (k_cache, _FORMS["k_cache"])})
     if block_table is None:
         return int(k_cache.shape[1])
@@ -220,9 +220,9 @@ def _room(k_cache: Tensor, block_table: Any) -> int:
 
 
 def _has_short_sequences(cache_seqlens: object, new: int, queries: int) -> bool:
-    """Whether one has fewer rows than queries, which no cache means: such calls go by dense calls of each sequence.
+    """Whether a sequence has fewer rows than queries. ``decode`` refuses such calls, which go by ragged calls instead.
 
-    A graph that is compiled cannot branch on it: ``decode`` names the sequence when it runs.
+    A compiled graph cannot branch on it: there, ``decode`` raises when the graph runs.
     """
     if new >= queries or torch.compiler.is_compiling():
         return False
@@ -245,8 +245,8 @@ _FORMS = {
 }
 
 
-def _sizes(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None) -> Sizes:
-    """Raises where tensors do not fit, in terms of FlashAttention's layout; the rest is checked by the op."""
+def _sizes(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None) -> CallSizes:
+    """The sizes of a call. Raises where tensors do not fit FlashAttention's layout; the op checks the rest."""
     if (k is None) != (v is None):
         raise ValueError("k and v are written to the cache together: pass both, or neither")
     rows = (q, k_cache, v_cache) if k is None else (q, k_cache, v_cache, k, v)

@@ -1,8 +1,8 @@
-"""What FlashAttention's arguments ask for beside q, k and v: checked once, for all of its functions.
+"""The options of FlashAttention's functions, beside q, k and v: checked here for all functions.
 
-In: the arguments that every function has, by position or by name. Out: an ``Asked``: the op of a ``Layer``, what it
-captures, and how results are returned. What follows from numbers alone is remembered by these numbers, so that a short
-call checks them once.
+In: the arguments that every function has, by position or by name. Out: a ``PlannedCall``: the op of a ``Layer``, the
+values that it captures, and the form of results. Everything that follows from numbers alone is cached by these numbers,
+so that a short call checks them once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashgen.language.statements import MAX_HEAD_DIM
 from flashgen.op.conversion import as_number, splits_argument
 from flashgen.op.layer import LOWER_RIGHT, Layer, conjunction, scale_of
 
-# Those that every function has by position: dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
+# Options that every function has by position: dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
 # deterministic, return_attn_probs.
 Positional = tuple[Any, ...]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -30,7 +30,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 Window = tuple[int | None, int | None]
 
 
-class OfAll(TypedDict, total=False):
+class CommonOptions(TypedDict, total=False):
     """Options of all functions by name alone: in FlashAttention's versions 3 and 4 they stand at different places.
 
     ``s_aux`` [H], also called ``learnable_sink``, are sinks: a score for each head that enters the denominator and has
@@ -53,8 +53,8 @@ class OfAll(TypedDict, total=False):
     sm_margin: int
 
 
-class ByName(OfAll, total=False):
-    """Those of ``OfAll``, and what ``flash_attn_with_kvcache`` has by position.
+class ByName(CommonOptions, total=False):
+    """``CommonOptions``, and the options that ``flash_attn_with_kvcache`` has by position.
 
     ``return_softmax_lse`` is another name of ``return_lse``. ``num_splits`` changes no result.
     """
@@ -63,10 +63,10 @@ class ByName(OfAll, total=False):
     num_splits: int
 
 
-class Sizes(NamedTuple):
-    """The number of sequences and of heads of q, and the head dimensions of q and k, and of v.
+class CallSizes(NamedTuple):
+    """The number of sequences, the number of query heads, and the head dimensions of q and k, and of v.
 
-    ``place`` is the key that query i is.
+    ``place`` is the position of query i among the keys, as an expression of the language.
     """
 
     batch: int
@@ -76,8 +76,8 @@ class Sizes(NamedTuple):
     place: str = LOWER_RIGHT
 
 
-class Asked(NamedTuple):
-    """The op of a call, what it captures, and whether lse is returned, and the place of the weights behind it."""
+class PlannedCall(NamedTuple):
+    """The op of a call, its captured values, and the form of its results."""
 
     op: Any
     captured: Mapping[str, Any]
@@ -86,16 +86,19 @@ class Asked(NamedTuple):
     has_weights: bool
     has_lse: bool = False
 
-    def results(self, found: Any, turned: Callable[[Tensor], Tensor] | None) -> Any:
-        """What a function returns, of what its op gave; ``turned`` gives o the layout or type of q."""
+    def results(self, found: Any, convert: Callable[[Tensor], Tensor] | None) -> Any:
+        """The result of a function, from that of its op; ``convert`` gives o the layout or type of q."""
         o, *rest = found if self.has_lse else (found,)
         rest += [None] if self.has_weights else []
-        o = o if turned is None else turned(o)
+        o = o if convert is None else convert(o)
         return (o, *rest) if rest else o
 
 
-def ask(sizes: Sizes, given: Positional, by_name: Mapping[str, Any], padding: Tensor | None = None) -> Asked:
-    """What a call asks for. ``padding`` [B]: the rows before the first key of a sequence, from which chunks count.
+def plan_call(
+    sizes: CallSizes, given: Positional, by_name: Mapping[str, Any], padding: Tensor | None = None
+) -> PlannedCall:
+    """The op and the options of a call. ``padding`` [B]: the number of rows before a sequence's first key, from which
+    chunks count.
 
     Raises ``ValueError`` and ``TypeError`` by name for options that do not fit.
     """
@@ -134,8 +137,8 @@ def _settle(
     width: int, v_width: int, dropout_p: Any, scale: Any, causal: Any, left: Any, right: Any, softcap: Any,
     deterministic: Any, has_weights: Any, chunk: Any, has_slopes: bool, has_sinks: bool, has_padding: bool,
     place: str,
-) -> Asked:  # fmt: skip
-    """What follows from numbers alone."""
+) -> PlannedCall:  # fmt: skip
+    """The part of a call that follows from numbers alone."""
     for name, size in (("q and k", width), ("v", v_width)):
         if not 1 <= size <= MAX_HEAD_DIM:
             raise ValueError(f"the head dimension of {name} is {size}; 1 to {MAX_HEAD_DIM} are supported")
@@ -177,15 +180,15 @@ def _settle(
         place=place,
     )
     training = {"dropout_p": dropout_p if dropout_p > 0 else None, "deterministic": True if deterministic else None}
-    return Asked(layer.op(), captured, training, not conditions, has_weights)
+    return PlannedCall(layer.op(), captured, training, not conditions, has_weights)
 
 
-# By type, too: True is no 1.
+# ``typed``, as True and 1 are equal keys otherwise.
 _settled = functools.lru_cache(maxsize=512, typed=True)(_settle)
 
 
-def _remembered(numbers: tuple[Any, ...]) -> Asked | None:
-    """What follows from these; None where one has no hash, or is no number."""
+def _remembered(numbers: tuple[Any, ...]) -> PlannedCall | None:
+    """The cached part of a call; None where an argument has no hash, or is no number."""
     try:
         return _settled(*numbers)
     except TypeError:
@@ -193,7 +196,7 @@ def _remembered(numbers: tuple[Any, ...]) -> Asked | None:
 
 
 def either(by_name: Mapping[str, Any], *names: str) -> Any:
-    """What is given under one of several names of one option. Raises ``TypeError`` where it is given twice."""
+    """The value of an option that has several names. Raises ``TypeError`` where it is given twice."""
     given = [name for name in names if by_name.get(name) is not None]
     if len(given) > 1:
         raise TypeError(f"'{given[0]}' and '{given[1]}' are two names of one argument; pass one of them")
@@ -201,7 +204,7 @@ def either(by_name: Mapping[str, Any], *names: str) -> Any:
 
 
 def check_names(function: str, by_name: Mapping[str, Any], known: type) -> None:
-    """Raise ``TypeError`` for a name that is no argument. ``known``: the ``TypedDict`` of those by name alone."""
+    """Raise ``TypeError`` for a name that is no argument. ``known``: the ``TypedDict`` of options by name."""
     names = known.__annotations__
     for name in by_name:
         if name not in names:
@@ -211,13 +214,13 @@ def check_names(function: str, by_name: Mapping[str, Any], known: type) -> None:
 
 
 def check_bool(name: str, value: object, *, may_be_none: bool = False) -> None:
-    """Raise ``TypeError`` for what is no bool."""
+    """Raise ``TypeError`` for a value that is no bool."""
     if not (isinstance(value, bool) or (value is None and may_be_none)):
         raise TypeError(f"'{name}' is {value!r}; it must be {'None, ' if may_be_none else ''}True or False")
 
 
 def has_rows(dims: int, *tensors: Any) -> bool:
-    """Whether all are tensors of so many dimensions: what ``check_rows`` takes long to say."""
+    """Whether all are tensors of so many dimensions: a fast path before ``check_rows``."""
     for x in tensors:  # noqa: SIM110 - a generator would take half of the time
         if not isinstance(x, Tensor) or x.dim() != dims:
             return False
@@ -233,8 +236,9 @@ def check_rows(tensors: Mapping[str, tuple[object, str]]) -> None:
             raise ValueError(f"'{name}' has shape {list(x.shape)}; {form} is expected")
 
 
-def sizes_of(forms: Mapping[str, str], *rows: Tensor, pages: str = "") -> Sizes:
-    """Of q, k and v, which the ``rows`` of these forms begin with; ``pages`` is what k and v may be, too.
+def sizes_of(forms: Mapping[str, str], *rows: Tensor, pages: str = "") -> CallSizes:
+    """The sizes of a call, whose ``rows`` begin with q, k and v; ``pages`` is the other form that k and v may have, for
+    errors.
 
     Raises where tensors do not fit, in terms of FlashAttention's layout; the rest is checked by the op.
     """
@@ -247,11 +251,11 @@ def sizes_of(forms: Mapping[str, str], *rows: Tensor, pages: str = "") -> Sizes:
         raise ValueError(f"{shapes}: expected {', '.join(f'{name} {forms[name]}' for name in names)}{pages}")
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(f"'q' has {heads} heads and '{names[1]}' has {kv_heads}; H must be a multiple of Hkv")
-    return Sizes(batch, heads, width, v.shape[3])
+    return CallSizes(batch, heads, width, v.shape[3])
 
 
 def unpacked(name: str, packed: Tensor, form: str) -> tuple[Tensor, ...]:
-    """What one tensor of a form such as ``[B, N, 3, H, D]`` holds along the dimension that is a number."""
+    """The tensors that are packed in one of a form such as ``[B, N, 3, H, D]``, along the dimension with a number."""
     check_rows({name: (packed, form)})
     axis, count = next((n, int(each)) for n, each in enumerate(form.strip("[]").split(", ")) if each.isdigit())
     if packed.shape[axis] != count:
@@ -260,7 +264,7 @@ def unpacked(name: str, packed: Tensor, form: str) -> tuple[Tensor, ...]:
 
 
 def with_options_of(function: Callable[..., Any]) -> Callable[[_Function], _Function]:
-    """A function that hands on what it is given from ``dropout_p`` on to another, and says so in its signature."""
+    """A decorator: adds the options of ``function``, from ``dropout_p`` on, to the signature."""
 
     def decorated(packed: _Function) -> _Function:
         own, options = (inspect.signature(each).parameters for each in (packed, function))
@@ -286,7 +290,7 @@ def with_second_query(q: Tensor, k: Tensor, v: Tensor, qv: object) -> tuple[Tens
 
 
 def _check_by_name(by_name: Mapping[str, Any]) -> bool:
-    """Check the arguments that change no result; whether lse is returned. Raises ``TypeError``, ``ValueError``."""
+    """Check the options by name; returns whether lse is wanted. Raises ``TypeError``, ``ValueError``."""
     splits_argument(by_name.get("num_splits", 0))
     check_bool("pack_gqa", by_name.get("pack_gqa"), may_be_none=True)
     if as_number(by_name.get("sm_margin", 0), whole=True) is None:
@@ -310,7 +314,7 @@ def _check_numbers(given: Mapping[str, Any]) -> None:
 
 
 def _check_of_heads(name: str, x: object, forms: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise ``ValueError`` and ``TypeError`` where a tensor of numbers by head is none."""
+    """Raise ``ValueError`` and ``TypeError`` for a tensor by heads with another shape."""
     if not isinstance(x, Tensor):
         raise TypeError(f"'{name}' must be a tensor {' or '.join(forms)}, not {type(x).__name__}")
     if tuple(x.shape) not in forms.values():
@@ -319,7 +323,7 @@ def _check_of_heads(name: str, x: object, forms: Mapping[str, tuple[int, ...]]) 
 
 
 def _sides(window_size: Any) -> tuple[Any, Any]:
-    """Left and right of what is no tuple of two: a list or a tensor."""
+    """Left and right of a window that is no tuple of two: a list or a tensor."""
     sides = window_size.tolist() if isinstance(window_size, Tensor) else window_size
     if not isinstance(sides, (tuple, list)):
         raise _no_window(TypeError, window_size)
@@ -333,7 +337,7 @@ def _no_window(kind: type[Exception], window_size: object) -> Exception:
 
 
 def _window(sides: tuple[Any, Any], causal: bool) -> Window:
-    """How many keys a query sees to its left and right; ``causal`` sets right to 0."""
+    """The number of keys that a query sees to its left and right; ``causal`` sets right to 0."""
     numbers = [None if side is None else as_number(side, whole=True) for side in sides]
     if any(number is None and side is not None for number, side in zip(numbers, sides, strict=True)):
         raise _no_window(TypeError, sides)

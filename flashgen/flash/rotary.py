@@ -1,4 +1,4 @@
-"""Rotary embedding of what a call with a cache brings: its queries and its new keys.
+"""Rotary embedding of the queries and the new keys of a call with a cache.
 
 In: rows [B, N, H, D], cos and sin by position. Out: rows of the same type, rotated in float32.
 """
@@ -20,10 +20,10 @@ def rotated(
     is_interleaved: bool,
     moves: bool,
 ) -> tuple[Tensor, Tensor]:
-    """q and k with their first features rotated, by ``angles``, cos and sin [Nmax, R / 2].
+    """q and k with their first features rotated by ``angles``: cos and sin [Nmax, R / 2].
 
-    ``places``: the position of the first row of each sequence, and how many there may be. ``moves``: of the queries,
-    too, each has a position of its own; else all have the first. Raises ``TypeError`` and ``ValueError``.
+    ``places``: the position of each sequence's first row, and the number of positions. ``moves``: each query has a
+    position of its own; else all have the first. Raises ``TypeError`` and ``ValueError``.
     """
     first, capacity = places
     if k is None:

@@ -1,8 +1,8 @@
-"""Rows of sequences of any lengths, one behind the other, and what is brought into this form: pages and entries of
-caches, sequences that use some of their rows, 8 bits.
+"""Sequences of any lengths, one behind the other, and conversions to this form: of pages and cache entries, of
+sequences that use some of their rows, of 8-bit rows.
 
-In: tensors [T, H, D] and where sequences begin, as FlashAttention passes them. Out: ``Ragged``, which an op takes.
-Nothing here waits for a GPU.
+In: tensors [T, H, D] and where sequences begin, as FlashAttention passes them. Out: ``Ragged``, for an op. Nothing here
+waits for a GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashgen.flash.options import Positional, Sizes, ask, with_second_query
+from flashgen.flash.options import CallSizes, Positional, plan_call, with_second_query
 from flashgen.op.cached import cache_of
 from flashgen.op.conversion import as_number, is_integral, require
 from flashgen.op.eight_bits import F8, factors_of, from_8_bits
@@ -37,30 +37,31 @@ class Ragged(NamedTuple):
     unused: Tensor | None = None  # of the rows of q [Tq], where some are
 
     def attend(self, given: Positional, by_name: Mapping[str, Any]) -> Any:
-        """What a function returns for these rows and options."""
-        rows, turned = self, None
+        """The result of a function for these rows and options."""
+        rows, convert = self, None
         q, k, v = self.q, self.k, self.v
         if by_name or F8 in (q.dtype, k.dtype, v.dtype):
             rows = self._of_more_bits(by_name)
             q, k, v = rows.q, rows.k, rows.v
-            turned = Tensor.bfloat16 if self.q.dtype is F8 else None
+            convert = Tensor.bfloat16 if self.q.dtype is F8 else None
         if by_name and by_name.get("qv") is not None:
             q, k = with_second_query(q, k, v, by_name["qv"])
         batch, place = rows.q_starts.shape[0] - 1, SQUARE if rows.q_starts is rows.k_starts else LOWER_RIGHT
-        asked = ask(Sizes(batch, q.shape[1], q.shape[2], v.shape[2], place), given, by_name)
+        asked = plan_call(CallSizes(batch, q.shape[1], q.shape[2], v.shape[2], place), given, by_name)
         found = asked.op.varlen(
             q, k, v, rows.q_starts, rows.k_starts, *rows.most,
             return_lse=asked.has_lse, **asked.training, **asked.captured,
         )  # fmt: skip
         if asked.has_lse and rows.unused is not None:
             found = found[0], found[1].masked_fill(rows.unused, 0.0)
-        return asked.results(found, turned)
+        return asked.results(found, convert)
 
     def using(self, used: Mapping[str, Tensor | None], given: Positional) -> tuple[Ragged, Positional]:
-        """Of each sequence the first rows alone, ``seqused_q`` of q and ``seqused_k`` of k; and the options for that.
+        """Use only the first rows of each sequence: ``seqused_q`` of q and ``seqused_k`` of k. Returns the rows and
+        their options.
 
-        Each becomes three: the rows that are used; queries that are not, which have no keys; keys that are not. Unused
-        queries are as rows behind the last sequence are: o, lse and gradients are 0.
+        A sequence becomes three: the used rows; the unused queries, without keys; the unused keys. o, lse and gradients
+        of unused rows are 0.
         """
         (q_begin, q_used), (k_begin, k_used) = (
             _used(name, starts, each)
@@ -80,7 +81,7 @@ class Ragged(NamedTuple):
         return own, given
 
     def _of_more_bits(self, by_name: Mapping[str, Any]) -> Ragged:
-        """The same with numbers of 8 bits multiplied by their factors, in a type of more."""
+        """The rows with 8-bit numbers multiplied by their factors, in a wider type."""
         batch, kv_heads = self.q_starts.shape[0] - 1, self.k.shape[1]
         names, device = ("q_descale", "k_descale", "v_descale"), self.q.device
         tensors = {"q": self.q, "k": self.k, "v": self.v}
@@ -105,11 +106,11 @@ def rows_of_cache(
     places: Mapping[str, Any],
     most: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys and values of so many sequences, one behind the other, and where each begins.
+    """The keys and values of ``batch`` sequences, one behind the other, and where each begins.
 
-    ``k`` and ``v`` are entries or pages [entries, rows, Hkv, D], and ``places`` says which are meant, as ``cache_of``
-    has it. On a GPU there are as many rows as there may be, of ``most`` in a sequence: those behind the last sequence
-    are of none. Raises what an op raises for a cache.
+    ``k`` and ``v`` are entries or pages [entries, rows, Hkv, D], selected by ``places`` as in ``cache_of``. On a GPU as
+    many rows are returned as there may be, ``most`` in a sequence; rows behind the last sequence belong to none. Raises
+    what an op raises for a cache.
     """
     nothing = q.new_empty((batch, q.shape[1], 0, q.shape[2]))
     cache = cache_of(nothing, k.transpose(1, 2), v.transpose(1, 2), lengths, **places)
@@ -177,7 +178,7 @@ def _used(name: str, starts: Tensor, used: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def _sequences(starts: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Of so many rows the sequence of each, the last for those behind it, and the place in it."""
+    """For each of ``count`` rows its sequence, and its place in it; rows behind the last sequence count to that one."""
     at = torch.arange(count, device=starts.device)
     sequence = torch.bucketize(at, starts[1:].contiguous(), right=True).clamp(max=max(starts.shape[0] - 2, 0))
     return sequence, at - starts[sequence]

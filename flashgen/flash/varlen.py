@@ -15,7 +15,7 @@ from flashgen.flash.rows import Ragged, longest_argument, rows_of_cache, starts_
 
 
 class RaggedByName(ByName, total=False):
-    """Those of sequences beside the options of ``ByName``.
+    """Options of sequences of any lengths beside ``ByName``.
 
     Of each sequence the first ``seqused_q`` queries and ``seqused_k`` keys, int32 [B], are used; of the others o, lse
     and gradients are 0. ``page_table`` is FlashAttention 3's name of ``block_table``.
@@ -100,8 +100,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Any:
     """``flash_attn_varlen_func`` of ``q`` [Tq, H, D] and one tensor ``kv`` [Tk, 2, Hkv, D], which holds k and v."""
     k, v = unpacked("kv", kv, "[Tk, 2, Hkv, D]")
-    starts, most = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    return flash_attn_varlen_func(q, k, v, starts[0], starts[1], most[0], most[1], *options, **by_name)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, **by_name)
 
 
 def _rows_of_pages(
@@ -113,7 +112,7 @@ def _rows_of_pages(
     used: Tensor | None,
     most: int | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The keys and values of all sequences, and where each begins."""
+    """The keys and values of all sequences, from pages, and where each sequence begins."""
     (k, v), batch = pages, q_starts.shape[0] - 1
     check_rows({"q": (q, "[Tq, H, D]"), "k": (k, "[pages, page, Hkv, D]"), "v": (v, "[pages, page, Hkv, Dv]")})
     if used is not None:

@@ -7,11 +7,11 @@
 
 How a mod becomes a kernel:
 
-    score_mod ─signature─▶ Captured ─trace─▶ Trace(Traced) ─make_spec─▶ AttentionSpec ─load_spec─▶ op
+    score_mod ─signature─▶ CapturedValues ─trace─▶ Trace(Traced) ─make_spec─▶ AttentionSpec ─load_spec─▶ op
     (function) captured.py           tracing.py           specs.py, shapes.py        pipeline
 
-``Captured``: what the mod reads besides its arguments (numbers and tensors, through closures, globals, partials and
-other mods), and a signature by which a later call finds the trace again. ``Traced``: the expressions, typed, as nodes
+``CapturedValues``: what the mod reads besides its arguments (numbers and tensors, in closures, globals, partials, other
+mods), and a signature by which a later call finds the trace again. ``Traced``: the expressions, typed, as nodes
 of the IR, with plain names: mods that do the same are equal, whatever they are called. ``Trace``: how a call finds the
 values of captured tensors and params. A Python number that a mod captures is a param, so that another value compiles
 nothing; where Python itself asks for its value (``if causal:``, ``range(n)``) the answer belongs to the trace.

@@ -1,8 +1,8 @@
-"""What PyTorch's operators are in the IR: one table by the names of aten, which functions and methods share.
+"""PyTorch's operators as expressions of the IR: one table, by the names of aten that functions and methods share.
 
-A rule takes the type of the result, which PyTorch has worked out, and the operands, one element of each; it gives an
-expression. ``FORMULAS`` are those that are made of others. An int has 64 bits in PyTorch and 32 here, where
-``overflow.py`` says whether that makes a difference; numbers of 16 bits are computed with in 32.
+A rule takes the dtype of the result, which PyTorch has determined, and one element of each operand; it returns an
+expression. ``FORMULAS`` are operators that are composed of others. PyTorch's ints have 64 bits, the IR's have 32:
+``overflow.py`` checks whether that makes a difference. 16-bit numbers are computed in 32 bits.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _INFINITY = literal(math.inf)
 
 
 def _same(op: str, *, wraps: bool = True) -> Rule:
-    """An operator of the IR over numbers of one type. ``wraps``: the result may leave the range of the type."""
+    """The rule of one operator of the IR over one type. ``wraps``: the result may leave the range of the type."""
     return lambda t, *xs: node(op, *common(t, *xs, wraps=wraps))
 
 
 def _float(op: str) -> Rule:
-    """An operator of the IR over floats."""
+    """The rule for one operator of the IR over floats."""
     return lambda _t, *xs: node(op, *(convert(x.expr, FLOAT) for x in xs))
 
 
 def _or_bool(op: str, on_bools: Callable[[Expr, Expr], Expr], *, wraps: bool = True) -> Rule:
-    """The same with an operator of booleans for those."""
+    """The rule, with another operator of the IR where the result is bool."""
 
     def rule(t: DType, x: Value, y: Value) -> Expr:
         return on_bools(x.expr, y.expr) if t is torch.bool else node(op, *common(t, x, y, wraps=wraps))
@@ -63,7 +63,7 @@ def _of_conditions(connect: Callable[..., Expr]) -> Rule:
 
 
 def _tested(test: Callable[[Expr], Expr]) -> Rule:
-    """A question about a float, of which the answer is no for ints."""
+    """A predicate of floats, which is false for ints."""
     return lambda _t, x: test(x.expr) if scalar_of(x.dtype) is FLOAT else literal(False)
 
 
@@ -81,7 +81,7 @@ def _differ(x: Expr, y: Expr) -> Expr:
 
 
 def _truncated(x: Expr) -> Expr:
-    """A float without its fraction."""
+    """A float rounded towards 0."""
     return node("where", node("lt", x, literal(0.0)), node("ceil", x), node("floor", x))
 
 
@@ -105,7 +105,7 @@ def _divided(t: DType, x: Value, y: Value, rounding_mode: str | None = None) -> 
 
 
 def _quotient(t: DType, x: Value, y: Value) -> Expr:
-    """x / y without its fraction."""
+    """x / y, rounded towards 0."""
     a, b = common(t, x, y)
     if scalar_of(t) is FLOAT:
         return _truncated(node("div", a, b))
@@ -128,7 +128,7 @@ def _clamped(t: DType, x: Value, min: Value | None = None, max: Value | None = N
 
 
 def _bounded(t: DType, op: str, x: Value, bound: Any) -> Expr:
-    """A clamp with one bound. At the bound its derivative is 1, as of one with two; that of a maximum is 1/2 there."""
+    """A clamp with one bound. Its derivative at the bound is 1, as with two bounds; that of a maximum is 1/2 there."""
     if scalar_of(t) is not FLOAT:
         return RULES[f"{op}imum"](t, x, bound)
     a, b = common(t, x, bound, wraps=False)
@@ -240,7 +240,7 @@ CONSTANT: Mapping[str, int] = MappingProxyType(
 
 
 def _norm(x: Any, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """Of any order; at 0 its derivative is 0, as in PyTorch."""
+    """The norm of any order. Its derivative at 0 is 0, as in PyTorch."""
     size, options = (
         x.abs() if dtype is None else x.to(dtype).abs(),
         {"dim": list(range(x.dim())) if dim is None else dim, "keepdim": keepdim},
@@ -289,7 +289,7 @@ FORMULAS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 
 def _pairwise(name: str) -> Rule:
-    """Pairs of neighbours, and pairs of these, in the type of the result."""
+    """A reduction by a binary operator in a balanced tree, in the type of the result."""
 
     def rule(t: DType, values: list[Value]) -> Expr:
         left = [cast(each, t) for each in values]
@@ -302,7 +302,7 @@ def _pairwise(name: str) -> Rule:
 
 
 def _first(is_before: str) -> Rule:
-    """The place of the first value that no other comes before."""
+    """The index of the extreme element, the first one among equal ones."""
 
     def rule(_t: DType, values: list[Value]) -> Expr:
         best, place = values[0], literal(0)

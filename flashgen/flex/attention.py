@@ -1,4 +1,4 @@
-"""``flex_attention`` and what gives its ops and specs: the functions that users call."""
+"""The functions that users call: ``flex_attention``, and those that return ops and specs of mods."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from flashgen.flex import overflow
 from flashgen.flex.masks import BlockMask
-from flashgen.flex.ops import Bound, Compiled, bind, compiled, family, named_arguments, remember, wanted_gradients
+from flashgen.flex.ops import Bindings, ModOp, bind, compiled, family, named_arguments, remember, wanted_gradients
 from flashgen.flex.options import AuxOutput, AuxRequest, check_aux, check_options
 from flashgen.flex.shapes import Shapes, declared
 from flashgen.flex.specs import FACTOR, SCALE, Shell, check_name, make_spec, name_of, user_names
@@ -31,10 +31,10 @@ from flashgen.op.op import AttentionOp
 Mask = BlockMask | torch_flex.BlockMask
 _Mods = tuple[Mod | None, Mod | None]
 _Rows = tuple[Tensor, Tensor, Tensor]
-_FEW = 16  # columns of values where o is not asked for
+_FEW = 16  # columns of v in a call that wants the maxima alone
 
 
-_head_dim = functools.lru_cache(maxsize=64)(HeadDim)  # to make one at each call takes longer than to find it
+_head_dim = functools.lru_cache(maxsize=64)(HeadDim)  # made once, as it costs more than the lookup
 
 
 def flex_attention(
@@ -112,15 +112,15 @@ def flex_attention(
 _outside: Any = _disable_dynamo(flex_attention)
 
 
-class _Found(NamedTuple):
-    """The op of calls, and whether one entry of keys and values is all's."""
+class _CallOp(NamedTuple):
+    """The op of a call, and whether all batch entries share one entry of keys and values."""
 
-    compiled: Compiled
+    compiled: ModOp
     spreads: bool
 
 
 def _called(
-    found: _Found, bound: Bound, rows: _Rows, scale: float | None, wants_lse: bool, deterministic: bool | None
+    found: _CallOp, bound: Bindings, rows: _Rows, scale: float | None, wants_lse: bool, deterministic: bool | None
 ) -> Any:
     made = found.compiled
     captured = named_arguments(bound, made) if made.names else {}
@@ -137,27 +137,27 @@ def _called(
 
 
 def _as_wide(x: Tensor, query: Tensor) -> Tensor:
-    """Numbers of 8 bits in the type of the queries, which has more: they mean the same."""
+    """8-bit keys or values converted to the type of the queries, which holds them exactly."""
     return x.to(query.dtype) if x.is_floating_point() and x.itemsize == 1 < query.itemsize else x
 
 
 def _found(
-    bound: Bound, call: Hashable, mods: _Mods, rows: _Rows, scaled: bool, backend: str | None, *, maxima: bool = False
-) -> _Found:
-    """What a call needs, remembered but for nested tensors, whose shapes do not tell lengths; raises ``SpecError``."""
-    query, key, value = rows
+    bound: Bindings, key: Hashable, mods: _Mods, rows: _Rows, scaled: bool, backend: str | None, maxima: bool = False
+) -> _CallOp:
+    """The op of a call, kept but for nested tensors, whose shapes do not tell lengths. Raises ``SpecError``."""
+    query, keys, value = rows
     batch, heads, q_len, width = query.shape
-    sizes = {"B": batch, "H": heads, "Hkv": key.shape[1], "Nq": q_len, "Nk": key.shape[2]}
-    longest, is_nested = sizes, query.is_nested or key.is_nested
+    sizes = {"B": batch, "H": heads, "Hkv": keys.shape[1], "Nq": q_len, "Nk": keys.shape[2]}
+    longest, is_nested = sizes, query.is_nested or keys.is_nested
     if is_nested:
-        longest = {**sizes, "Nq": _most_rows(query), "Nk": _most_rows(key)}
+        longest = {**sizes, "Nq": _most_rows(query), "Nk": _most_rows(keys)}
         sizes |= {"Nq": _NO_LENGTH, "Nk": _NO_LENGTH}
     overflow.check(bound, longest, mods)
     ops = family(bound.trace.traced, _head_dim(width, value.shape[3]), scaled, backend, maxima=maxima)
     made = ops.find(sizes, tuple([x.shape for x in bound.tensors]), wanted_gradients(bound))
-    found = _Found(made, key.shape[0] == 1 < batch and value.shape[0] == 1)
+    found = _CallOp(made, keys.shape[0] == 1 < batch and value.shape[0] == 1)
     if not is_nested:
-        remember(bound.calls, call, found)
+        remember(bound.calls, key, found)
     return found
 
 
@@ -166,7 +166,7 @@ _NO_LENGTH = -(2**40)
 
 
 def _most_rows(x: Any) -> int:
-    """The longest sequence of a nested tensor, where that is known, else the rows of all."""
+    """The length of the longest sequence of a nested tensor, where it is known, else the number of rows of all."""
     if not x.is_nested:
         return int(x.shape[2])
     most: int | None = x._maybe_max_seqlen
@@ -174,7 +174,7 @@ def _most_rows(x: Any) -> int:
 
 
 def _in_the_users_names(message: str, plain: Sequence[str], names: Sequence[str]) -> str:
-    """What an op of a family says, with the names that captured values have in the mods."""
+    """Error messages of a family's op, with captured values called as in the mods."""
     known = {own: theirs for own, theirs in zip(plain, names, strict=True) if theirs}
     return re.sub(rf"\b([tp]\d+|{SCALE})\b", lambda found: known.get(found[0], found[0]), message)
 
@@ -188,7 +188,7 @@ def _check_tensors(query: Any, key: Any, value: Any) -> None:
 
 
 def _mask_mod(mask: object) -> tuple[Mod | None, Hashable]:
-    """The mask_mod of a mask, and what else of it says which tensors it fits."""
+    """The mask_mod of a mask, and the sizes that the mask is for."""
     if mask is None:
         return None, None
     if isinstance(mask, BlockMask):
@@ -200,7 +200,7 @@ def _mask_mod(mask: object) -> tuple[Mod | None, Hashable]:
 
 
 def _check_fit(mask: Mask | None, query: Tensor, key: Tensor, enable_gqa: bool) -> None:
-    """Raise ``ValueError`` for heads that differ unasked, and where a mask is for other tensors."""
+    """Raise ``ValueError`` where heads differ without ``enable_gqa``, and where a mask has other sizes."""
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
             f"'query' has {query.shape[1]} heads and 'key' has {key.shape[1]}; pass enable_gqa=True for grouped queries"
@@ -288,8 +288,8 @@ def described(
     head_dim: int | tuple[int, int],
     shape: tuple[int, int, int, int] | None,
     name: str | None,
-) -> tuple[Bound, Shell, Shapes]:
-    """Mods with what they capture now, what a spec of them says beside, and the shapes that it declares."""
+) -> tuple[Bindings, Shell, Shapes]:
+    """The mods with their captured values, the rest of a spec of them, and the shapes that it declares."""
     mask_mod = mod_of(mask) if isinstance(mask, torch_flex.BlockMask) else mask
     if name is not None:
         check_name(name)

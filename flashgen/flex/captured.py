@@ -1,8 +1,8 @@
-"""What a mod captures: found anew at each call, so that no trace is used for anything but what it was made for.
+"""The values that a mod captures, read anew at each call, so that a trace is used only for what it was made for.
 
-In: a mod. Out: a signature, equal for mods that do the same with other numbers and tensors, and the *leaves*: the
-numbers and tensors in their order. Closures, globals, defaults, partials, containers and other mods are followed.
-``lifted`` makes the same mod again with numbers that remember what is done with them (``numbers.py``).
+In: a mod. Out: a signature, equal for mods that compute the same over other numbers and tensors, and the *leaves*:
+these numbers and tensors, in order. Closures, globals, defaults, partials, containers and other mods are followed.
+``lifted`` rebuilds a mod over numbers that record what is computed of them (``numbers.py``).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _CONSTANTS = (
 
 
 class _Code(NamedTuple):
-    """What a function's code says of what it captures."""
+    """What a function's code object tells of the values that the function reads."""
 
     global_names: tuple[str, ...]
     liftable: bool
@@ -86,14 +86,14 @@ def _read_code(code: CodeType) -> _Code:
 
 
 def _codes(code: CodeType) -> list[CodeType]:
-    """A function's code and that of the functions within it."""
+    """The code object of a function, and those of the functions that are defined in it."""
     inner = [each for each in code.co_consts if isinstance(each, CodeType)]
     return [code, *(below for each in inner for below in _codes(each))]
 
 
 @functools.lru_cache(maxsize=256)
 def _is_library(module: str | None) -> bool:
-    """Whether a module of this name is Python's, NumPy's, PyTorch's or ours; the user's may be called ``code``, too."""
+    """Whether a module name is Python's, NumPy's, PyTorch's or ours; a user's module may share such a name."""
     top = "" if module is None else module.partition(".")[0]
     if top in _PACKAGES or top not in sys.stdlib_module_names or top == "__main__":
         return top in _PACKAGES
@@ -105,7 +105,7 @@ def _is_library(module: str | None) -> bool:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether a value never changes, as libraries do not; a class of the user's has attributes and methods that do."""
+    """Whether a value never changes, as libraries do not; classes of the user have attributes and methods that may."""
     if isinstance(value, type):
         return _is_library(value.__module__)
     if isinstance(value, enum.Enum):
@@ -118,28 +118,28 @@ def _is_constant(value: Any) -> bool:
 
 
 def _number_of(value: Any) -> int | float | None:
-    """A number, NumPy's too, as Python's own; None for anything else."""
+    """A number, also one of NumPy's, as Python's own; None for anything else."""
     if isinstance(value, np.generic):
         value = value.item()
     return value if type(value) in _SCALARS else None
 
 
 def _has_attributes(value: Any) -> bool:
-    """Whether something may be put into an object by a name: also by ``__slots__``, which a namedtuple has."""
+    """Whether an object has attributes that can be set, in ``__dict__`` or ``__slots__``."""
     return hasattr(value, "__dict__") or any("__slots__" in vars(each) for each in type(value).__mro__)
 
 
 def _is_of_library(value: ModuleType | FunctionType) -> bool:
-    """Whether a module or function is a library's: what is called like one of theirs, or wraps the user's, is not."""
+    """Whether a module or function is a library's own; one of the user may share its name, or wrap another."""
     if isinstance(value, ModuleType):
         return _is_library(value.__name__) and sys.modules.get(value.__name__) is value
     return _is_library(value.__module__) and value.__code__.co_filename.startswith(_FOLDERS)
 
 
 class Parts(NamedTuple):
-    """What a container of captured things holds: ``fixed`` is what it is apart from that.
+    """The captured values inside a container, and ``fixed``, all else of it.
 
-    ``made`` makes it again of other things; None: of a function ``Lifting`` does.
+    ``made`` rebuilds the container of other values; None for a function, which ``Lifting`` rebuilds.
     """
 
     fixed: Hashable
@@ -149,7 +149,7 @@ class Parts(NamedTuple):
 
 
 def _parts(value: Any) -> Parts | None:
-    """The parts of what is followed; None for what is not."""
+    """The parts of a container or function; None for values that hold nothing to follow."""
     kind: Any = type(value)
     if kind is FunctionType:
         return _function_parts(value)
@@ -197,11 +197,11 @@ def _function_parts(function: FunctionType) -> Parts | None:
 
 
 class Empty:
-    """What a cell holds that nothing was put into yet."""
+    """The content of a closure cell that has no value yet."""
 
 
 def content_of(cell: CellType) -> Any:
-    """What a cell holds."""
+    """The content of a closure cell."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -209,24 +209,24 @@ def content_of(cell: CellType) -> Any:
 
 
 def is_settled(value: Any) -> bool:
-    """Whether a captured value is the same as long as it is the same object, and no mod of the user's."""
+    """Whether a captured value cannot change while it stays the same object; false for mods of the user."""
     if isinstance(value, (ModuleType, FunctionType)):
         return _is_of_library(value) and getattr(value, "__module__", None) != _COMPOSING
     return _number_of(value) is not None or _is_constant(value)
 
 
 def globals_of(function: FunctionType) -> tuple[str, ...] | None:
-    """The names of the globals that a function reads; None where that cannot be told."""
+    """The names of the globals that a function reads; None where its code does not tell."""
     code = _read_code(function.__code__)
     return code.global_names if code.is_known else None
 
 
 @dataclass
-class Captured:
-    """What one or several mods capture.
+class CapturedValues:
+    """The values that one or several mods capture.
 
-    ``leaves`` are numbers and tensors, ``names`` what they are called. ``cacheable``: everything that a trace could
-    depend on is in the signature or among the leaves.
+    ``leaves`` are numbers and tensors, ``names`` their names. ``cacheable``: the signature and the leaves hold
+    everything that a trace could depend on.
     """
 
     leaves: list[Any] = field(default_factory=list)
@@ -235,7 +235,7 @@ class Captured:
     _seen: dict[int, int] = field(default_factory=dict)
 
     def signature(self, value: Any, name: str = "") -> Hashable:
-        """What tells a value from those that would be traced otherwise."""
+        """A key of a value; values with equal keys are traced alike."""
         kind = type(value)
         number = _number_of(value)
         if number is not None:
@@ -271,11 +271,11 @@ class Captured:
         return (type(value), value.dtype, value.dim(), value.requires_grad, value.is_cpu or value.device)
 
     def tensor_leaves(self) -> dict[int, int]:
-        """The number of every tensor by its identity."""
+        """The index of every captured tensor, by its identity."""
         return {id(leaf): number for number, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
 
     def tensor_names(self) -> dict[int, str]:
-        """What tensors are called by their identity, and numbers by -1 - their number."""
+        """The names of tensors by identity, and of number n by -1 - n."""
         return {
             id(leaf) if isinstance(leaf, Tensor) else -1 - number: name
             for number, (leaf, name) in enumerate(zip(self.leaves, self.names, strict=True))
@@ -283,11 +283,11 @@ class Captured:
 
 
 class UnliftableError(Exception):
-    """A function tells lifted numbers from plain ones: the mod runs on plain ones."""
+    """A function distinguishes lifted numbers from plain ones: the mod has to run on plain ones."""
 
 
 class Lifting:
-    """Makes mods again over lifted numbers; goes through them in the order of ``Captured.signature``."""
+    """Rebuilds mods over lifted numbers, in the order of ``CapturedValues.signature``."""
 
     def __init__(self, guards: Guards, names: dict[int, str]) -> None:
         self._guards = guards
@@ -297,7 +297,7 @@ class Lifting:
         self._tensors: set[int] = set()
 
     def lifted(self, value: Any) -> Any:
-        """The same value over lifted numbers. Raises ``UnliftableError``."""
+        """The value, with lifted numbers in the place of plain ones. Raises ``UnliftableError``."""
         number = _number_of(value)
         if number is not None and math.isfinite(number):
             self._count += 1
@@ -343,9 +343,9 @@ class Lifting:
         return copy
 
     def attribute_holder(self, value: Any) -> Any:
-        """An object whose attributes are lifted as they are read; libraries and what has no attributes as it is.
+        """A stand-in for an object, whose attributes are lifted when they are read; libraries stay as they are.
 
-        So are classes and members of enums, which Python tells by their identity.
+        So do classes and members of enums, as Python compares their identity.
         """
         kind = type(value)
         of_library = _is_of_library(value) if isinstance(value, ModuleType) else _is_library(kind.__module__)
@@ -357,7 +357,6 @@ class Lifting:
         return made
 
     def attribute(self, holder: Any, name: str) -> Any:
-        """An attribute of an object, lifted."""
         value = getattr(holder, name)
         number = _number_of(value)
         if number is not None and math.isfinite(number):
@@ -372,7 +371,7 @@ class Lifting:
 
 
 class Attributes:
-    """Stands for an object while a mod is traced, so that numbers among its attributes become params."""
+    """A stand-in for an object while a mod is traced, so that numbers among its attributes become params."""
 
     def __init__(self, target: Any, lifting: Lifting) -> None:
         object.__setattr__(self, "_target", target)

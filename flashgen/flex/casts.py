@@ -1,4 +1,4 @@
-"""Types of PyTorch in the IR: what stands for them, and conversions that lose nothing."""
+"""PyTorch's dtypes in the IR: the type of the IR for each, and conversions that lose nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def promoted(*values: Value) -> torch.dtype:
 
 
 def common(dtype: torch.dtype, *operands: Value, wraps: bool = True) -> tuple[Expr, ...]:
-    """Operands in the type of a result. ``wraps``: the result may leave the range of the type."""
+    """The operands converted to the type of a result. ``wraps``: the result may leave the range of the type."""
     if dtype in NARROW:
         if wraps:
             _refuse_wrapping(f"arithmetic in {dtype}", dtype)
@@ -38,7 +38,7 @@ def common(dtype: torch.dtype, *operands: Value, wraps: bool = True) -> tuple[Ex
 
 
 def _ends(dtype: torch.dtype) -> tuple[int, int]:
-    """The least and the largest value of a type of ints."""
+    """The least and the largest value of an integer type."""
     if dtype is torch.bool:
         return 0, 1
     info = torch.iinfo(dtype)
@@ -46,7 +46,7 @@ def _ends(dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _check_fits(operand: Value, dtype: torch.dtype) -> None:
-    """A Python number takes the type of the others. Of a captured one, the trace holds for those that fit."""
+    """A Python number has to fit the type of the other operands. If captured, the trace holds for numbers that fit."""
     low, high = _ends(dtype)
     given: Any = operand.number
     if given is not None and not low <= given <= high:
@@ -79,14 +79,14 @@ def cast(value: Value, dtype: torch.dtype) -> Value:
 
 
 def _is_exact(value: Value, dtype: torch.dtype) -> bool:
-    """Whether a float of 16 bits holds the operand: a constant, or a float of 8 bits."""
+    """Whether a 16-bit float holds the operand exactly: a constant, or an 8-bit float."""
     if isinstance(value.expr, Literal):
         return torch.tensor(value.expr.value, dtype=dtype).item() == value.expr.value
     return value.dtype.is_floating_point and value.dtype.itemsize == 1
 
 
 def _fits(value: Value, dtype: torch.dtype) -> bool:
-    """Whether a type of ints has every value that the operand may have."""
+    """Whether an integer type holds every value that the operand may have."""
     low, high = _ends(dtype)
     if isinstance(value.expr, Literal):
         return low <= value.expr.value <= high

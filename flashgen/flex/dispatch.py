@@ -1,7 +1,7 @@
-"""An operator of PyTorch on symbolic tensors: types and shapes are PyTorch's, elements by the table of ``aten.py``.
+"""Operators of PyTorch on symbolic tensors: PyTorch finds dtypes and shapes, the table of ``aten.py`` the elements.
 
-In: an operator of aten, as it is called, and its arguments. Out: symbolic tensors. PyTorch runs the operator on ones
-first: so types and shapes are found, and what it refuses is refused.
+In: an operator of aten, and the arguments of its call. Out: symbolic tensors. PyTorch first runs the operator on
+tensors of ones, which gives dtypes and shapes, and refuses what PyTorch refuses.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ADVICE: Mapping[str, str] = MappingProxyType(
 
 
 def dispatch(session: Session, func: Any, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """The answer of an operator."""
+    """The result of an operator on symbolic tensors."""
     name, args, kwargs = func.overloadpacket.__name__, mapped(args, own), mapped(kwargs, own)
     if func._overloadname == "other":
         name = {"max": "maximum", "min": "minimum"}.get(name, name)
@@ -66,7 +66,7 @@ def dispatch(session: Session, func: Any, args: Arguments, kwargs: dict[str, Any
 
 
 def _shapes_of(session: Session, func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
-    """What PyTorch gives for ones of these shapes and types."""
+    """The result of the operator on ones of the operands' shapes and dtypes."""
     given = [x for x in flat(args) if isinstance(x, Symbolic)]
     for x in given:
         _check_count(x.cells.size)
@@ -88,7 +88,7 @@ def _ones(x: Any) -> Any:
 
 
 def _values(session: Session, x: Any, shape: Sequence[int]) -> Any:
-    """The elements of an operand, for each element of the result; of what is no operand the same for each."""
+    """An operand's element for each element of the result; other arguments are repeated as they are."""
     if isinstance(x, Symbolic):
         of = np.broadcast_to(x.cells, shape)
         return [Value(cell.expr, x.dtype) for cell in of.flat]
@@ -123,7 +123,7 @@ def _elementwise(session: Session, name: str, found: Tensor, args: Arguments, kw
 
 
 def _filled(session: Session, name: str, found: Tensor, args: Arguments, kwargs: Mapping[str, Any]) -> Symbolic:
-    """A new tensor, whatever its first argument holds."""
+    """A new tensor of one value, with the shape and dtype that PyTorch found."""
     place = FILLED.get(name)
     value = CONSTANT[name] if place is None else args[place] if place < len(args) else kwargs["fill_value"]
     _check_count(found.numel())
@@ -131,7 +131,7 @@ def _filled(session: Session, name: str, found: Tensor, args: Arguments, kwargs:
 
 
 def _reduced(_session: Session, name: str, found: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
-    """Over some dimensions, or all; the largest and the smallest with their places."""
+    """A reduction over some dimensions, or all; maxima and minima over a dimension also return indices."""
     x = args[0]
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     cells = _last(x.cells, dims)
@@ -148,7 +148,7 @@ def _over(name: str, x: Symbolic, cells: Cells, found: Tensor) -> Symbolic:
 
 
 def _last(cells: Cells, dims: Any) -> Cells:
-    """The dimensions that are left, and then those that go, as one."""
+    """The elements with the reduced dimensions flattened to the last one."""
     rank = cells.ndim
     gone = range(rank) if dims is None or dims == [] else dims if isinstance(dims, list) else [dims]
     axes = sorted({axis % rank for axis in gone}) if rank else []
@@ -166,7 +166,7 @@ _ANSWERS: Mapping[str, Callable[..., Any]] = MappingProxyType(
 
 
 def _moved(session: Session, func: Any, args: Arguments, kwargs: Mapping[str, Any]) -> Any:
-    """A view: PyTorch moves numbers, each of which stands for an element."""
+    """A view: PyTorch permutes numbers that each stand for an element."""
     x = args[0]
     cells = list(x.cells.flat)
     given, named = mapped((args[1:], dict(kwargs)), told)
@@ -189,7 +189,7 @@ def _moved(session: Session, func: Any, args: Arguments, kwargs: Mapping[str, An
 
 
 def _in_place(name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-    """A tensor that a method changes, as all names and views of it see."""
+    """The elements of a tensor that a method changes in place, seen by all its views."""
     target = args[0]
     if target.row is not None or target.dim() > 0:
         is_whole = target.row is not None and all(place is None for place in target.row.places)

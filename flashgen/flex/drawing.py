@@ -21,7 +21,7 @@ _WIDTH = 64
 
 
 def letters_of(mask: BlockMask) -> str:
-    """The blocks of one batch entry and head: all kept, some, none."""
+    """The letters of one batch entry and head: blocks that are full, partial and empty."""
     if 0 in mask.seq_lengths:
         return "no pairs"
     picture = picture_of(mask)
@@ -30,12 +30,12 @@ def letters_of(mask: BlockMask) -> str:
 
 
 def html(mask: BlockMask) -> str:
-    """The same for notebooks."""
+    """The picture as HTML, for notebooks."""
     return of_mask(repr(mask), lambda: picture_of(mask))
 
 
 def picture_of(mask: BlockMask) -> MaskPicture:
-    """With the values that the mod captures now. Raises ``ValueError`` where there is no query, or no key."""
+    """The picture of a mask with current captured values. Raises ``ValueError`` without queries or keys."""
     if 0 in mask.seq_lengths:
         raise ValueError("no pairs")
     batch, heads, q_len, kv_len = mask.shape

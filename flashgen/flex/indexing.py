@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashgen.flex.numbers import settled, told
 from flashgen.flex.places import refuse
-from flashgen.flex.stand_ins import Row, Symbolic, flat, mapped, watched
+from flashgen.flex.stand_ins import Symbolic, TensorRow, flat, mapped, watched
 from flashgen.flex.values import BOOL, FLOAT, INT, Session, choice, extent_symbol, node, scalar_of
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, literal
 from flashgen.ir.interval import FULL_FLOAT, FloatRange
@@ -44,12 +44,12 @@ def index(session: Session, target: Tensor, key: Any) -> Any:
         indices[axis] = None if _is_all(each) else _position(session, each, tensor, number, axis)
     found = [each for each in indices if each is not None]
     if len(found) < len(indices):
-        return session.row(Row(tensor, tuple(indices)))
+        return session.row(TensorRow(tensor, tuple(indices)))
     return session.symbolic(session.load(tensor, found))
 
 
 def _part(x: Symbolic, keys: list[Any]) -> Any:
-    """Of what is computed of a row what is indexed by numbers, slices, None and an ellipsis."""
+    """An element of a computed row, or a part of the row, by numbers, slices, None and an ellipsis."""
     if x.dim() == 0 and any(each is not None and each is not Ellipsis for each in keys):
         refuse("E603", "a value without dimensions is indexed", hints=("use it as it is",))
     if any(isinstance(each, Tensor) for each in flat(keys)):
@@ -62,7 +62,7 @@ def _part(x: Symbolic, keys: list[Any]) -> Any:
 
 
 def _sliced(session: Session, target: Tensor, keys: list[Any]) -> tuple[Tensor, list[Any]]:
-    """Parts of a tensor are taken at once; what is left to index stays."""
+    """The part of a captured tensor that the constant parts of an index select, and the index into it that is left."""
     if not any(each is None or (type(each) is slice and not _is_all(each)) for each in keys):
         return target, keys
     plain = [_ALL if isinstance(each, Symbolic) else each for each in keys]
@@ -90,7 +90,7 @@ def _is_all(key: Any) -> bool:
 
 
 def _expanded(keys: list[Any], rank: int) -> list[Any]:
-    """Without the ellipsis."""
+    """The index with its ellipsis written out."""
     places = [place for place, each in enumerate(keys) if each is Ellipsis]
     if not places:
         return keys
@@ -120,7 +120,7 @@ def _position(session: Session, key: Any, tensor: Tensor, slot: int, axis: int) 
 
 
 def _not_negative(expr: Expr, session: Session) -> bool:
-    """Whether a number surely is at least 0, wherever it is computed; of captured numbers for those of this sign."""
+    """Whether an index is at least 0 in every pair; for a captured number, as long as it has its sign."""
     match expr:
         case Literal(value=value):
             return value >= 0
@@ -149,7 +149,7 @@ def _not_negative(expr: Expr, session: Session) -> bool:
 
 
 def _is_param_from(expr: Symbol, least: int, session: Session) -> bool:
-    """Whether a captured number is at least this; another answer is another trace."""
+    """Whether a captured number is at least ``least``; the trace depends on the answer."""
     number: Any = session.number_of(expr)
     return number is not None and bool(number >= least)
 
@@ -157,23 +157,22 @@ def _is_param_from(expr: Symbol, least: int, session: Session) -> bool:
 # -- lengths, and rows -------------------------------------------------------------------------------------------------
 
 
-class Lengths(tuple[Any, ...]):
-    """A shape, as ``torch.Size`` is one, that may hold captured numbers."""
+class SymbolicLengths(tuple[Any, ...]):
+    """A shape, like ``torch.Size``, whose lengths may be captured numbers."""
 
     def numel(self) -> Any:
-        """The number of elements."""
         return math.prod(self)
 
     def __getitem__(self, key: Any) -> Any:
         found = super().__getitem__(key)
-        return Lengths(found) if type(key) is slice else found
+        return SymbolicLengths(found) if type(key) is slice else found
 
 
 def lengths(session: Session, name: str, x: Tensor, dim: Any = None) -> Any:
-    """Lengths of a captured tensor, or of a row of one."""
-    row = x.row if isinstance(x, Symbolic) else Row(x, (None,) * x.dim())
+    """The lengths of a captured tensor, or of a row of one."""
+    row = x.row if isinstance(x, Symbolic) else TensorRow(x, (None,) * x.dim())
     assert row is not None
-    found = Lengths(row.left(session.lengths(row.captured)))
+    found = SymbolicLengths(row.left(session.lengths(row.captured)))
     if name == "__len__":
         return int(found[0])
     return found if dim is None else found[dim]

@@ -1,6 +1,6 @@
-"""Masks: what ``create_block_mask`` returns, and what composes mods.
+"""Masks: ``BlockMask`` and ``create_block_mask``, and functions that combine mods.
 
-Nothing of a mask is evaluated before a kernel runs; its blocks are found there, from the expression.
+The mask_mod is not evaluated here: kernels classify blocks from its expression.
 """
 
 from __future__ import annotations
@@ -84,7 +84,6 @@ class BlockMask:
 
     @property
     def seq_lengths(self) -> tuple[int, int]:
-        """Queries and keys."""
         return (self.Q_LEN, self.KV_LEN)
 
     @functools.cached_property
@@ -105,11 +104,10 @@ class BlockMask:
         return self.lists[index]
 
     def numel(self) -> int:
-        """The pairs that there are, kept or not."""
+        """The number of pairs, kept or not."""
         return math.prod(self.shape)
 
     def _adjust(self, new_q_len: int, new_kv_len: int) -> BlockMask:
-        """The same mask_mod for other lengths."""
         return replace(self, Q_LEN=new_q_len, KV_LEN=new_kv_len)
 
     def __and__(self, other: object) -> BlockMask:
@@ -119,7 +117,7 @@ class BlockMask:
         return self._with(other, or_masks)
 
     def to(self, device: torch.device | str) -> BlockMask:
-        """The same mask for another device. Tensors that the mask_mod captures stay where they are."""
+        """The mask for another device. Tensors that the mask_mod captures stay where they are."""
         return replace(self, device=torch.device(device))
 
     def _with(self, other: object, combine: Callable[..., Mod]) -> BlockMask:

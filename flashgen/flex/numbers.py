@@ -1,9 +1,9 @@
-"""Python numbers that a mod captures, while it is traced.
+"""Captured Python numbers, as a mod sees them while it is traced.
 
-A mod computes with them as with any number: in Python's own arithmetic, exactly. But each remembers how it came about
-(its ``Recipe``), so that where it meets a symbolic value it becomes a param, which the next call computes anew from
-what the mod captures then. Where Python has to know the number (``if``, ``range``, ``math.sqrt``), what it was told is
-noted among the ``Guards``: the trace holds for as long as the answer stays.
+A mod computes with them in Python's own arithmetic, exactly. Each number records how it was computed (its ``Recipe``):
+where it meets a symbolic value it becomes a param, which the next call computes again from the values captured then.
+Where Python needs the value itself (``if``, ``range``, ``math.sqrt``), the answer is noted among the ``Guards``: the
+trace holds as long as the answer stays the same.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OPERATIONS: _Operations = MappingProxyType({**_BINARY, **_UNARY, **_COMPARISONS
 
 
 def evaluate(recipe: Recipe, leaves: Sequence[Any]) -> Host:
-    """The number for what is captured now."""
+    """The number that a recipe gives for the values captured now."""
     kind = recipe[0]
     if kind == "leaf":
         return leaves[recipe[1]]  # type: ignore[no-any-return]
@@ -66,7 +66,7 @@ def as_host(value: object) -> Host | None:
 
 
 class _Node:
-    """What PyTorch asks of a number that it is given: where it has to know the value, the trace depends on it."""
+    """The interface by which PyTorch reads a number. Where PyTorch needs the value, the trace depends on it."""
 
     __slots__ = ("number",)
 
@@ -96,7 +96,7 @@ class _Node:
 
 
 class Number:
-    """A captured Python number. ``isinstance`` takes it for an int or a float, PyTorch for a symbol of its own."""
+    """A captured Python number. ``isinstance`` says int or float; PyTorch takes it for a symbolic number."""
 
     value: int | float
     recipe: Recipe
@@ -107,7 +107,7 @@ class Number:
         return type(self.value)
 
     def settled(self) -> int | float:
-        """The number itself, which the trace depends on from now on."""
+        """The plain number, which the trace depends on from now on."""
         return self.guards.setdefault(self.recipe, self.value)
 
     def __bool__(self) -> bool:
@@ -141,7 +141,7 @@ def lifted(value: int | float, recipe: Recipe, guards: Guards) -> Number:
 
 
 def as_number(value: object) -> Number | None:
-    """A captured number, also as PyTorch hands it on; None for anything else."""
+    """A captured number, also in the form in which PyTorch passes it on; None for anything else."""
     kind = type(value)
     if kind in (torch.SymInt, torch.SymFloat):
         return value.node.number  # type: ignore[attr-defined, no-any-return]
@@ -149,19 +149,19 @@ def as_number(value: object) -> Number | None:
 
 
 def own(value: Any) -> Any:
-    """The same, a captured number that PyTorch hands on as ours."""
+    """The value; a captured number that PyTorch passes on is unwrapped."""
     number = as_number(value)
     return value if number is None else number
 
 
 def settled(value: Any) -> Any:
-    """The same, of a captured number its value: what is computed of it is captured anew by each call."""
+    """The value; a captured number becomes a plain one, for a result that each call computes again."""
     number = as_number(value)
     return value if number is None else number.value
 
 
 def told(value: Any) -> Any:
-    """The same, of a captured number its value, which the trace depends on from now on."""
+    """The value; a captured number becomes a plain one, which the trace depends on from now on."""
     number = as_number(value)
     return value if number is None else number.settled()
 

@@ -1,7 +1,7 @@
 """The ops of mods: traced once, compiled once.
 
-``find_trace`` gives the trace of mods that are called again without tracing them; ``Family`` gives the op of what was
-traced for the lengths and tensors of a call. Both remember by what is computed, never by the identity of an object.
+``bind`` finds the trace of mods without tracing them again; ``OpFamily`` gives the op of a trace for the lengths and
+tensors of a call. Traces and families are found by what mods compute, not by their identity.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flashgen.flex.captured import Captured
+from flashgen.flex.captured import CapturedValues
 from flashgen.flex.numbers import evaluate
 from flashgen.flex.shapes import Extents, Shapes, Sizes, declared, fits
 from flashgen.flex.specs import Shell, differentiable, make_spec, plain_names
@@ -32,11 +32,11 @@ from flashgen.op.op import AttentionOp
 _MOST = 512  # signatures, mods, calls
 _MOST_TRACES = 16  # of one signature, by what Python was told of captured numbers
 _TRACES: dict[Hashable, list[Trace]] = {}
-_KNOWN: dict[Hashable, _Known] = {}
+_KNOWN: dict[Hashable, _BoundRefs] = {}
 
 
-class Bound(NamedTuple):
-    """What mods compute, and the values that they capture now; ``calls`` are those of mods that have not changed."""
+class Bindings(NamedTuple):
+    """The trace of mods and the values that they capture now; ``calls`` are remembered while the mods do not change."""
 
     trace: Trace
     tensors: tuple[Tensor, ...]
@@ -44,21 +44,21 @@ class Bound(NamedTuple):
     calls: dict[Hashable, Any]
 
 
-class _Known(NamedTuple):
-    """A ``Bound`` whose tensors are held weakly, and what it holds for."""
+class _BoundRefs(NamedTuple):
+    """A remembered ``Bindings``, with weak references to its tensors, and the conditions under which it holds."""
 
     mods: tuple[weakref.ref[Any] | None, ...]
     unchanged: Unchanged
-    bound: Bound
+    bound: Bindings
 
 
-def bind(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> Bound:
+def bind(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> Bindings:
     """The trace of two mods and their captured values. Raises ``SpecError``."""
     key = (id(score_mod), id(mask_mod), device, torch.is_grad_enabled(), torch.get_default_dtype())
     known = _KNOWN.get(key)
     if known is not None and known.unchanged.holds():
         trace, tensors, params, calls = known.bound
-        return Bound(trace, _alive(tensors), _alive(params), calls) if tensors or params else known.bound
+        return Bindings(trace, _alive(tensors), _alive(params), calls) if tensors or params else known.bound
     found = _look_up(score_mod, mask_mod, device)
     _know(key, score_mod, mask_mod, found)
     return found
@@ -68,30 +68,30 @@ def _alive(held: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple([x() if type(x) is weakref.ref else x for x in held])
 
 
-def _know(key: Hashable, score_mod: Mod | None, mask_mod: Mod | None, found: Bound) -> None:
+def _know(key: Hashable, score_mod: Mod | None, mask_mod: Mod | None, found: Bindings) -> None:
     """Keep what mods are bound to, until they change or vanish."""
     _KNOWN.pop(key, None)
     unchanged = looked_at(score_mod, mask_mod) if found.trace.settled else None
     if unchanged is None:
         return
 
-    def forget(_: object, known: dict[Hashable, _Known] = _KNOWN) -> None:  # at exit there are no globals any more
+    def forget(_: object, known: dict[Hashable, _BoundRefs] = _KNOWN) -> None:  # at exit there are no globals any more
         known.pop(key, None)
 
     mods = tuple(None if mod is None else weakref.ref(mod, forget) for mod in (score_mod, mask_mod))
-    kept = Bound(found.trace.alone(), tuple(map(held, found.tensors)), tuple(map(held, found.params)), found.calls)
-    remember(_KNOWN, key, _Known(mods, unchanged, kept))
+    kept = Bindings(found.trace.alone(), tuple(map(held, found.tensors)), tuple(map(held, found.params)), found.calls)
+    remember(_KNOWN, key, _BoundRefs(mods, unchanged, kept))
 
 
 def remember(known: dict[Hashable, Any], key: Hashable, found: Any) -> None:
-    """Keep what was found; where there is too much of it, this alone."""
+    """Keep a value under a key; a full table is emptied first."""
     if len(known) >= _MOST:
         known.clear()
     known[key] = found
 
 
-def _look_up(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> Bound:
-    captured = Captured()
+def _look_up(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) -> Bindings:
+    captured = CapturedValues()
     # A mod may ask whether there are gradients, which it may leave out, and what type numbers become.
     settings = (device.type, torch.is_grad_enabled(), torch.get_default_dtype())
     signature = (captured.signature(score_mod), captured.signature(mask_mod), settings)
@@ -101,16 +101,16 @@ def _look_up(score_mod: Mod | None, mask_mod: Mod | None, device: torch.device) 
             values = _values_of(known, leaves)
             if values is not None:
                 count = len(known.traced.tensors)
-                return Bound(known, values[:count], values[count:], {})
+                return Bindings(known, values[:count], values[count:], {})
     found = trace(score_mod, mask_mod, captured, device)
     if found.settled and captured.cacheable:
         # Without the tensors of this call.
         remember(_TRACES, signature, [found.alone(), *_TRACES.get(signature, ())][:_MOST_TRACES])
-    return Bound(found, found.tensors, found.params, {})
+    return Bindings(found, found.tensors, found.params, {})
 
 
 def _values_of(known: Trace, leaves: Sequence[Any]) -> tuple[Any, ...] | None:
-    """Tensors and params of a trace, of what is captured now; None where the trace does not hold for that."""
+    """The tensors and params of a trace from current captured values; None where its guards do not hold."""
     try:
         if not all(evaluate(recipe, leaves) == answer for recipe, answer in known.guards):
             return None
@@ -131,8 +131,8 @@ def _is_of_type(value: object, scalar: ScalarType) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class Compiled:
-    """An op, the names of its tensors and params in their order, and what it declares them as."""
+class ModOp:
+    """An op, the names of its tensors and params in order, and their declarations."""
 
     op: AttentionOp
     names: tuple[str, ...]
@@ -140,22 +140,22 @@ class Compiled:
     learned: tuple[bool, ...]
 
     def serves(self, sizes: Sizes, extents: Extents, wanted: tuple[bool, ...]) -> bool:
-        """Whether it is for these lengths, and gives these gradients."""
+        """Whether the op is for these lengths, and gives these gradients."""
         return all(map(operator.ge, self.learned, wanted)) and fits(self.shapes, extents, sizes)
 
 
-class Family:
-    """The ops of what mods compute, of one head dimension: one for each set of declared shapes."""
+class OpFamily:
+    """The ops of one trace at one head dimension, one for each set of declared shapes."""
 
     def __init__(self, traced: Traced, shell: Shell, backend: str | None) -> None:
         self._traced = traced
         self._shell = shell
         self._backend = backend
-        self._compiled: list[Compiled] = []
-        self._calls: dict[Hashable, Compiled] = {}
+        self._compiled: list[ModOp] = []
+        self._calls: dict[Hashable, ModOp] = {}
 
-    def find(self, sizes: Sizes, extents: Extents, wanted: tuple[bool, ...]) -> Compiled:
-        """The op for sizes, lengths of captured tensors, and those that want a gradient."""
+    def find(self, sizes: Sizes, extents: Extents, wanted: tuple[bool, ...]) -> ModOp:
+        """The op for these sizes, lengths of captured tensors, and tensors that want a gradient."""
         key = (*sizes.values(), *extents, wanted)
         found = self._calls.get(key)
         if found is None:
@@ -169,20 +169,20 @@ class Family:
 
 
 @functools.lru_cache(maxsize=256)
-def family(traced: Traced, head_dim: HeadDim, scaled: bool, backend: str | None, *, maxima: bool = False) -> Family:
+def family(traced: Traced, head_dim: HeadDim, scaled: bool, backend: str | None, *, maxima: bool = False) -> OpFamily:
     """The family of equal mods."""
-    return Family(traced, Shell("flex", head_dim, plain_names(traced), scaled, maxima=maxima), backend)
+    return OpFamily(traced, Shell("flex", head_dim, plain_names(traced), scaled, maxima=maxima), backend)
 
 
 @functools.lru_cache(maxsize=256)
-def compiled(traced: Traced, shell: Shell, shapes: Shapes, learned: tuple[bool, ...], backend: str | None) -> Compiled:
+def compiled(traced: Traced, shell: Shell, shapes: Shapes, learned: tuple[bool, ...], backend: str | None) -> ModOp:
     """One op. Raises ``SpecError`` where the compiler refuses the spec."""
     spec = make_spec(traced, shell, shapes, learned)
-    return Compiled(load_spec(spec, backend), shell.names, shapes, learned)
+    return ModOp(load_spec(spec, backend), shell.names, shapes, learned)
 
 
-def wanted_gradients(bound: Bound) -> tuple[bool, ...]:
-    """Which tensors, then params, require a gradient that the score can give."""
+def wanted_gradients(bound: Bindings) -> tuple[bool, ...]:
+    """For each tensor, then each param: whether it requires a gradient that the score can give."""
     values: tuple[Any, ...] = (*bound.tensors, *bound.params)
     if not values:
         return ()
@@ -190,12 +190,12 @@ def wanted_gradients(bound: Bound) -> tuple[bool, ...]:
     return tuple([can and isinstance(x, Tensor) and x.requires_grad for x, can in zip(values, able, strict=True)])
 
 
-def named_arguments(bound: Bound, made: Compiled) -> dict[str, Any]:
-    """What an op captures, by name."""
+def named_arguments(bound: Bindings, made: ModOp) -> dict[str, Any]:
+    """The captured values of an op, by name."""
     return dict(zip(made.names, arguments(bound, made.learned), strict=True))
 
 
-def arguments(bound: Bound, learned: Sequence[bool]) -> list[Any]:
+def arguments(bound: Bindings, learned: Sequence[bool]) -> list[Any]:
     """Captured tensors, then params, as the op takes them."""
     read: list[Any] = [readable(x) for x in bound.tensors]
     read += [x.int() if isinstance(x, Tensor) and x.dtype is torch.bool else x for x in bound.params]

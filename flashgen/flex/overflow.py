@@ -1,8 +1,9 @@
-"""Whether ints of a mod leave 32 bits at the lengths of a call: PyTorch's have 64.
+"""Whether ints of a mod leave 32 bits at the lengths of a call: PyTorch's ints have 64 bits.
 
-In: a ``Traced``, sizes, values of params. Out: an error, or nothing. Ranges are exact where an operator may leave 32
-bits, and the compiler's own where it may not. What is read from tensors is taken to fit, with whatever is computed of
-it, until an operator bounds it (``%``, ``clamp``). A float that becomes an int stops at the ends of 32 bits.
+In: a ``Traced``, sizes, values of params. Out: an error, or nothing. Operators whose result may leave 32 bits are
+evaluated exactly, others by the compiler's ranges. Ints that are read from tensors are taken to fit, together with what
+is computed of them, until an operator bounds them (``%``, ``clamp``). Conversions of floats to ints saturate at 32
+bits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from flashgen.analysis.ranging import plain_range
-from flashgen.flex.ops import Bound
+from flashgen.flex.ops import Bindings
 from flashgen.flex.places import refuse_at
 from flashgen.flex.specs import plain_names
 from flashgen.flex.tracing import Mod, Traced
@@ -59,7 +60,7 @@ _ORDINARY_SIZES: tuple[tuple[str, int], ...] = tuple((name, _ORDINARY) for name 
 _Params = tuple[tuple[int, int] | None, ...]
 
 
-def check(bound: Bound, sizes: Mapping[str, int], mods: Sequence[Mod | None]) -> None:
+def check(bound: Bindings, sizes: Mapping[str, int], mods: Sequence[Mod | None]) -> None:
     """Raise ``SpecError`` (E604) where an int of a mod does not fit in 32 bits."""
     traced = bound.trace.traced
     ints = [x if isinstance(x, int) else None for x in bound.params]
@@ -81,7 +82,7 @@ def check(bound: Bound, sizes: Mapping[str, int], mods: Sequence[Mod | None]) ->
 
 @functools.lru_cache(maxsize=1024)
 def _leaving(traced: Traced, lengths: tuple[tuple[str, int], ...], params: _Params) -> tuple[int, Expr, int] | None:
-    """Which mod has an int that leaves 32 bits, the int, and what it reaches; None where none does."""
+    """The mod with an int that leaves 32 bits, the int, and its extreme value; None where all ints fit."""
     sizes = dict(lengths)
     for number, root in enumerate((traced.score, traced.mask)):
         known: dict[Expr, Range | None] = {}
@@ -94,7 +95,7 @@ def _leaving(traced: Traced, lengths: tuple[tuple[str, int], ...], params: _Para
 
 
 def _deciding(root: Expr | None) -> list[Expr]:
-    """The ints of an expression and the numbers that they are computed from, those first."""
+    """The ints of an expression, operands before operators, with the numbers that they are computed from."""
     nodes = [] if root is None else list(walk(root))
     wanted: set[Expr] = set()
     for node in reversed(nodes):
@@ -107,7 +108,7 @@ def _deciding(root: Expr | None) -> list[Expr]:
 def _range(
     node: Expr, known: Mapping[Expr, Range | None], sizes: Mapping[str, int], params: _Params
 ) -> IntRange | FloatRange | None:
-    """The range of a number; None where nothing is known."""
+    """The range of a number; None where it is not known."""
     found: Any
     match node:
         case Symbol(name=name, kind=SymbolKind.PARAM):
@@ -138,6 +139,6 @@ def _applied(node: Apply, ranges: tuple[Range, ...]) -> Range:
 
 
 def _points(x: Range) -> set[int]:
-    """Where operators have their extremes: at the ends, of both parities, and at 0."""
+    """Arguments at which operators have their extremes: the ends of a range, the next ones of other parity, and 0."""
     assert isinstance(x, IntRange)
     return {n for n in (x.lo, x.lo + 1, 0, x.hi - 1, x.hi) if x.lo <= n <= x.hi}

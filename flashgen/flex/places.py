@@ -1,7 +1,7 @@
-"""Where in the user's own file something stands, and errors that point there.
+"""Places in the user's own files, and errors that point there.
 
-In: what is wrong. Out: a ``SpecError`` whose place is the innermost line of the stack that is neither flashgen's nor
-PyTorch's, with the columns of the expression that was being evaluated.
+In: an error message. Out: a ``SpecError`` at the innermost line of the stack that is neither flashgen's nor PyTorch's,
+with the columns of the expression that was being evaluated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from flashgen.diagnostics import Diagnostic, Source, Span, SpecError
 
 
 def spellings(folder: Path) -> tuple[str, ...]:
-    """A folder as it is imported, which may be through links, and where it lies."""
+    """The path of a folder as imported, perhaps through links, and its real path."""
     return tuple(dict.fromkeys((str(folder.absolute()), str(folder.resolve()))))
 
 
@@ -39,7 +39,7 @@ def refuse_at(function: object, code: str, message: str, *, hints: Sequence[str]
 
 
 def refuse_raised(error: BaseException, mod: object) -> NoReturn:
-    """Raise a ``SpecError`` for an error that a mod raised by itself: where it did, else where the mod begins."""
+    """Raise a ``SpecError`` for an exception of a mod, at the line that raised it, else where the mod begins."""
     place, trace = None, error.__traceback__
     while trace is not None:
         if not _is_ours(trace.tb_frame.f_code):
@@ -70,7 +70,7 @@ def function_of(mod: Any) -> Any:
 
 
 def place_of(function: object) -> Span | None:
-    """The line where a function of the user's begins; that of ``__call__`` where an object is called."""
+    """The line where a function of the user begins; for an object with ``__call__``, that of the method."""
     function = function_of(function)
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     if not isinstance(code, CodeType) or _is_ours(code):
@@ -103,13 +103,13 @@ _BORDERS: set[CodeType] = set()
 
 
 def border(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a function of ours that calls mods: what called it is no part of a mod."""
+    """Mark a function of ours that calls mods: its callers are no part of a mod."""
     _BORDERS.add(function.__code__)
     return function
 
 
 def _frames() -> Iterator[FrameType]:
-    """Those of the mod that is running and of what it calls, the innermost first."""
+    """The frames of the running mod and of functions that it calls, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code not in _BORDERS:
         yield frame

@@ -53,14 +53,14 @@ MISSING: Mapping[str, str] = MappingProxyType(
 
 
 def refuse_decision(name: str, *, hinted: bool = True) -> NoReturn:
-    """Refuse what Python asks of a value to decide by it."""
+    """Refuse an operation by which Python would decide on a value that only a kernel knows."""
     asked, instead = DECISIONS[name]
     hints = (instead,) if hinted and instead else ()
     refuse("E601", f"{asked} asks for a value that is known to the kernel alone, one for each pair", hints=hints)
 
 
 def refuse_unknown(name: str, known: Iterable[str] = ()) -> NoReturn:
-    """Refuse a function that the table of operators does not have."""
+    """Refuse a function that is not in the table of operators."""
     shown = name.removeprefix("get:").strip("_") if name.startswith(("__", "get:")) else name
     if name == "__setitem__":
         refuse("E602", "a mod cannot assign to elements", hints=("write torch.where(condition, x, y)",))

@@ -22,7 +22,7 @@ _ROLES = (("j", "Nk"), ("i", "Nq"), ("b", "B"), ("h", "H"))
 
 
 def declared(traced: Traced, extents: Extents, sizes: Sizes | None) -> Shapes:
-    """A shape for every captured tensor. Without ``sizes`` only an index that is a position counts."""
+    """The declared shape of every captured tensor; without ``sizes`` only positions as indices tell sizes."""
     reads = _reads(traced)
     return tuple(
         tuple(_extent(reads.get((slot, axis), ()), length, sizes) for axis, length in enumerate(lengths))
@@ -31,7 +31,7 @@ def declared(traced: Traced, extents: Extents, sizes: Sizes | None) -> Shapes:
 
 
 def fits(shapes: Shapes, extents: Extents, sizes: Sizes) -> bool:
-    """Whether shapes say what is there."""
+    """Whether declared shapes agree with actual ones."""
     return all(
         tuple(_value_of(extent, sizes) for extent in shape) == tuple(lengths)
         for shape, lengths in zip(shapes, extents, strict=True)
@@ -39,7 +39,6 @@ def fits(shapes: Shapes, extents: Extents, sizes: Sizes) -> bool:
 
 
 def _value_of(extent: Expr, sizes: Sizes) -> int:
-    """The value of a declared length."""
     if isinstance(extent, Literal):
         return int(extent.value)
     values: dict[Expr, Expr] = {size(name): literal(value) for name, value in sizes.items()}

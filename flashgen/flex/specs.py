@@ -1,7 +1,6 @@
-"""From what mods compute to an ``AttentionSpec``: names, shapes, gradients.
+"""From traced mods to an ``AttentionSpec``: names, shapes, gradients.
 
-In: a ``Traced``, names, shapes. Out: the spec and its text. The expressions are those that were traced; nothing is
-parsed.
+In: a ``Traced``, names, shapes. Out: the spec and its text. The expressions are the traced ones; no text is parsed.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ FACTOR = 2.0**60
 
 @dataclass(frozen=True)
 class Shell:
-    """What a spec says beside what its mods compute.
+    """The rest of a spec, beside what its mods compute.
 
-    ``scaled``: the scale is a param. ``names`` are those of tensors, then params; ``defaults`` the values that params
-    have where a call gives none. ``maxima``: scores are multiplied by ``FACTOR``, so that lse is it times the largest.
+    ``scaled``: the scale is a param. ``names`` are those of tensors, then params; ``defaults`` the defaults of params.
+    ``maxima``: scores are multiplied by ``FACTOR``, so that lse is ``FACTOR`` times the row's maximum.
     """
 
     name: str
@@ -50,7 +49,7 @@ class Shell:
 
 
 def make_spec(traced: Traced, shell: Shell, shapes: Shapes, learned: Sequence[bool]) -> AttentionSpec:
-    """The spec. ``learned`` says which tensors, then params, receive gradients."""
+    """The spec. ``learned`` says which tensors, then which params, receive gradients."""
     count = len(traced.tensors)
     tensor_names, param_names = shell.names[:count], shell.names[count:]
     extents = {f"t{slot}.{axis}": extent for slot, shape in enumerate(shapes) for axis, extent in enumerate(shape)}
@@ -106,7 +105,7 @@ def _renaming(tensors: Sequence[str], params: Sequence[str], extents: dict[str, 
 
 @functools.lru_cache(maxsize=256)
 def differentiable(traced: Traced) -> tuple[bool, ...]:
-    """Which tensors, then params, a score reads as floats; conditions and masks carry no gradient."""
+    """For each tensor, then each param: whether a score reads it as a float, outside of conditions."""
     read: set[str] = set()
     if traced.score is not None:
         for node in walk(traced.score):
@@ -121,13 +120,13 @@ def differentiable(traced: Traced) -> tuple[bool, ...]:
 
 
 def plain_names(traced: Traced) -> tuple[str, ...]:
-    """Names that do not depend on the user's, so that mods that do the same share an op."""
+    """Names that do not depend on the user's, so that equal mods share an op."""
     tensors = (f"t{number}" for number in range(len(traced.tensors)))
     return (*tensors, *(f"p{number}" for number in range(len(traced.params))))
 
 
 def user_names(traced: Traced, given: Sequence[str]) -> tuple[str, ...]:
-    """The names of the user's, as far as the language can have them."""
+    """The user's names, where the language admits them."""
     found: list[str] = []
     for name, plain in zip(given, plain_names(traced), strict=True):
         base = re.sub(r"\W|^(?=\d)", "_", name, flags=re.ASCII).strip("_")

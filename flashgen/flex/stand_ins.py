@@ -1,8 +1,8 @@
-"""What a mod is given, and computes: tensors to it, expressions to us.
+"""The tensors that a mod is called with, and computes: tensors to the mod, expressions to us.
 
-To PyTorch a ``Symbolic`` is a tensor of ones, with which it checks and promotes what a mod computes; to us each of its
-elements is a ``Cell``, which holds an expression. A row, a captured tensor of which some dimensions are indexed, reads
-its elements when they are asked for. Operators of such tensors go to ``dispatch.py``.
+To PyTorch a ``Symbolic`` is a tensor of ones, by which PyTorch checks and promotes types; to us each element is a
+``Cell``, which holds an expression. A ``TensorRow``, a captured tensor of which some dimensions are indexed, reads
+elements when they are asked for. Operators of such tensors go to ``dispatch.py``.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Cell:
     expr: Expr
 
 
-class Row(NamedTuple):
+class TensorRow(NamedTuple):
     """A captured tensor and the index of each of its dimensions, None where there is none yet."""
 
     captured: Tensor
     places: tuple[Expr | None, ...]
 
     def left(self, lengths: Sequence[Any]) -> list[Any]:
-        """Of one length for each dimension those of the dimensions that have no index yet."""
+        """Of a list with an item for each dimension, the items of dimensions that have no index yet."""
         return [length for length, place in zip(lengths, self.places, strict=True) if place is None]
 
 
@@ -46,7 +46,7 @@ class Symbolic(Tensor):
     """A tensor of a mod: ``session`` is the trace that it belongs to, ``ones`` what PyTorch computes with."""
 
     session: Any
-    row: Row | None
+    row: TensorRow | None
     ones: Tensor
     _cells: Cells | None
 
@@ -72,15 +72,15 @@ class Symbolic(Tensor):
 
     @property
     def expr(self) -> Expr:
-        """What a tensor without dimensions is."""
+        """The expression of a tensor without dimensions."""
         cell: Cell = self.cells.item()
         return cell.expr
 
 
 def symbolic(
-    session: Any, dtype: torch.dtype, shape: Sequence[int], cells: Cells | None = None, row: Row | None = None
+    session: Any, dtype: torch.dtype, shape: Sequence[int], cells: Cells | None = None, row: TensorRow | None = None
 ) -> Symbolic:
-    """A tensor of these elements, or of a row's."""
+    """A tensor of these cells, or of a row."""
     ones = _ones(dtype, tuple(shape))
     with torch._C.DisableTorchFunction(), unwatched():
         made: Symbolic = torch.Tensor._make_subclass(Symbolic, ones)
@@ -90,7 +90,7 @@ def symbolic(
 
 @functools.lru_cache(maxsize=256)
 def _ones(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Ones, real ones also where a mode makes fake ones; a long row takes no memory."""
+    """A tensor of ones: a real one also under a mode that makes fake ones. A long row takes no memory."""
     with torch._C.DisableTorchFunction(), unwatched(), _disable_current_modes(), torch.inference_mode(mode=False):
         return torch.ones((), dtype=dtype, device="cpu").expand(shape)
 
@@ -105,14 +105,14 @@ _KEYS = torch._C.DispatchKeySet(_KEY)
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Operators of symbolic tensors are answered by their session."""
+    """A context in which operators of symbolic tensors are answered by their session."""
     with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes(), torch._C._IncludeDispatchKeyGuard(_KEY):
         yield
 
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Operators are PyTorch's own."""
+    """A context in which operators are PyTorch's own."""
     with torch._C._ExcludeDispatchKeyGuard(_KEYS):
         yield
 
@@ -133,7 +133,7 @@ _LIBRARY.fallback(_dispatched, "DeferredInit")
 
 
 def array_of(values: Sequence[Any], shape: Sequence[int] = ()) -> Cells:
-    """An array of objects: NumPy would look into them."""
+    """An array of objects, which NumPy does not look into."""
     made = np.empty(len(values), object)
     for place, value in enumerate(values):
         made[place] = value
@@ -141,7 +141,7 @@ def array_of(values: Sequence[Any], shape: Sequence[int] = ()) -> Cells:
 
 
 def flat(value: Any) -> list[Any]:
-    """What a call is given, also in tuples, lists, slices and by name."""
+    """The arguments of a call, also those inside tuples, lists and slices."""
     if type(value) in (tuple, list):
         return [each for part in value for each in flat(part)]
     if type(value) is dict:
@@ -150,7 +150,7 @@ def flat(value: Any) -> list[Any]:
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same with everything in it changed."""
+    """The arguments of a call with each one changed."""
     if type(value) in (tuple, list):
         return type(value)([mapped(each, change) for each in value])
     if type(value) is dict:

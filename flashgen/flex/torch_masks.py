@@ -1,8 +1,8 @@
-"""Block masks of PyTorch's own: what their lists of blocks and their mask_mod keep, as a mask_mod.
+"""PyTorch's own block masks as a mask_mod: their lists of blocks and their mask_mod.
 
-A pair is kept in a block that is listed as full, and where the mask_mod keeps it in one that is listed. Mostly lists
-follow from the mask_mod, which then says all. Where they leave out more, or keep more, or there is no mask_mod, blocks
-are a tensor that the mask reads.
+A pair is kept if its block is listed as full, or if its block is listed and the mask_mod keeps the pair. Mostly the
+lists follow from the mask_mod, which then is the answer. Where the lists keep other pairs, or there is no mask_mod,
+blocks are a tensor that the mask reads.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _KNOWN: weakref.WeakKeyDictionary[Any, tuple[Any, Mod]] = weakref.WeakKeyDiction
 
 
 def mod_of(mask: torch_flex.BlockMask) -> Mod | None:
-    """The mask_mod that says all of a mask; None where it keeps every pair. Raises ``ValueError`` where there is none.
+    """The mask_mod that keeps the pairs of a mask; None where all are kept. Raises ``ValueError`` where there is none.
 
-    Lists are looked at once: who changes them in place makes another mask.
+    Lists are compared once for a mask: they must not be changed in place.
     """
     mask_mod = mask.mask_mod
     if mask_mod is _SLICED or mask.kv_num_blocks.shape[-1] * mask.BLOCK_SIZE[0] < mask.seq_lengths[0]:
@@ -78,7 +78,7 @@ def _kept_in(blocks: Tensor, block_size: tuple[int, int]) -> Mod:
 
 
 def _say_the_same(mask: torch_flex.BlockMask, mask_mod: Mod, partial: Tensor, full: Tensor | None) -> bool:
-    """Whether the lists of blocks follow from the mask_mod; a few rows of blocks at a time."""
+    """Whether the lists of blocks follow from the mask_mod, compared by a few rows of blocks at a time."""
     rows, columns = mask.BLOCK_SIZE
     q_len, kv_len = mask.seq_lengths
     device, (batch, heads) = partial.device, partial.shape[:2]

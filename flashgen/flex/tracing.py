@@ -1,8 +1,8 @@
-"""Runs a mod on symbolic values and gathers what it computes.
+"""Runs a mod on symbolic values and collects what it computes.
 
 In: a ``score_mod``, a ``mask_mod``. Out: a ``Trace``: the expressions, and where captured values are found. A mode of
-PyTorch sees every function that is called meanwhile: operators of symbolic tensors become nodes (``dispatch.py``), what
-is asked of captured tensors alone is computed, as the mod says.
+PyTorch intercepts every function that the mod calls: operators of symbolic tensors become nodes (``dispatch.py``),
+functions of captured tensors alone are computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from flashgen.diagnostics import SpecError
-from flashgen.flex.captured import Captured, Lifting
+from flashgen.flex.captured import CapturedValues, Lifting
 from flashgen.flex.dispatch import dispatch
 from flashgen.flex.indexing import index, lengths
 from flashgen.flex.numbers import Guards, Host, Recipe, as_number, settled
@@ -38,10 +38,10 @@ _NAMES_OF_POSITIONS = ("b", "h", "i", "j")
 
 @dataclass(frozen=True)
 class Traced:
-    """What mods compute, whatever they and what they capture are called.
+    """What mods compute, independent of names.
 
-    ``score`` is over s, positions, params ``p0``… and loads of ``t0``…; None where there is no mod. ``tensors`` are
-    numbered in the order of the first read; their lengths stand as sizes ``t0.1`` (of t0, dimension 1).
+    ``score`` is over s, positions, params ``p0``… and loads of ``t0``…; None where there is no score_mod. ``tensors``
+    are numbered by first read; their lengths are sizes such as ``t0.1`` (t0, dimension 1).
     """
 
     score: Expr | None
@@ -59,10 +59,10 @@ class Traced:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """What mods compute and how a call finds what they capture.
+    """What mods compute, and how a call finds the values that they capture.
 
     ``tensors`` and ``params`` are the values of this trace. Where ``settled``, a later call with the same signature
-    takes them, tensors first, from its own leaves by ``recipes``, if it gives the same answers to ``guards``.
+    takes the values from its own leaves by ``recipes`` (tensors first), if the answers to ``guards`` are the same.
     """
 
     traced: Traced
@@ -74,15 +74,15 @@ class Trace:
     guards: tuple[tuple[Recipe, Host], ...]
 
     def alone(self) -> Trace:
-        """The same for later calls, which keeps no values alive."""
+        """The trace without its values, for later calls."""
         return replace(self, tensors=(), params=())
 
 
-def trace(score_mod: Mod | None, mask_mod: Mod | None, captured: Captured, device: torch.device) -> Trace:
+def trace(score_mod: Mod | None, mask_mod: Mod | None, captured: CapturedValues, device: torch.device) -> Trace:
     """Trace mods of which ``captured`` has the signature. Raises ``SpecError``.
 
-    Captured numbers are lifted; where that is more than the mod bears, it runs on plain ones, and the trace holds for
-    these alone.
+    Captured numbers are lifted. Where the mod fails with lifted numbers, it runs on plain ones, and the trace holds for
+    these values alone.
     """
     # Whatever goes wrong with lifted numbers, plain ones either mend it or show the user's own mistake.
     with contextlib.suppress(Exception):
@@ -91,7 +91,7 @@ def trace(score_mod: Mod | None, mask_mod: Mod | None, captured: Captured, devic
 
 
 def _trace(
-    score_mod: Mod | None, mask_mod: Mod | None, captured: Captured, device: torch.device, *, lift: bool
+    score_mod: Mod | None, mask_mod: Mod | None, captured: CapturedValues, device: torch.device, *, lift: bool
 ) -> Trace:
     guards: Guards = {}
     names = captured.tensor_names()
@@ -224,7 +224,7 @@ def _run(session: Session, mod: Any, own: Mod, *first: Symbolic) -> object:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees the functions that a mod calls, before PyTorch does."""
+    """Intercepts the functions that a mod calls."""
 
     def __init__(self, session: Session) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class _Watch(TorchFunctionMode):
         return result
 
     def _check_detached(self, result: Symbolic) -> None:
-        """What the mod computes under ``no_grad``. PyTorch itself keeps gradients from what it computes there."""
+        """Under ``no_grad`` PyTorch keeps no gradient of a result: check that the kernel's would be none, too."""
         function = calling_function()
         if function is not None:
             _refuse_opaque(f"'{function.__name__}' is an autograd.Function")
@@ -257,7 +257,7 @@ class _Watch(TorchFunctionMode):
         return self._plain(func, name, args, kwargs)
 
     def _symbolic(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function of values that only a kernel knows."""
+        """The result of a function of values that only a kernel knows."""
         session, first = self._session, args[0] if args else None
         if _namespace(func) not in _TORCHS:
             _refuse_opaque(f"'{_namespace(func)}::{name}' is an operator of torch.library")
@@ -285,7 +285,7 @@ class _Watch(TorchFunctionMode):
             self._session.check_detached(x, "detach")
 
     def _called(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What PyTorch makes of a function: operators, which ``dispatch.py`` answers."""
+        """The result of a composite function of PyTorch: its operators come to ``dispatch.py``."""
         self._session.function = name
         operand = self._operand(name)
         try:
@@ -299,7 +299,7 @@ class _Watch(TorchFunctionMode):
             raise
 
     def _operand(self, name: str) -> Callable[[Any], Any]:
-        """Captured tensors as symbolic ones; captured numbers, too, where PyTorch would ask for their values."""
+        """A captured tensor as a symbolic one; a captured number, too, where PyTorch would ask for its value."""
         session = self._session
 
         def operand(x: Any) -> Any:
@@ -323,7 +323,7 @@ class _Watch(TorchFunctionMode):
             return made.expand(args[0] if args[1:] else kwargs["size"]) if name == "full" else made
 
     def _plain(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A function of captured tensors and numbers: computed."""
+        """A function of captured tensors and numbers alone: it is computed."""
         session = self._session
         if name in _RANDOM:
             message = f"'{name}' draws at random, once for all pairs: the mod means something else"
@@ -382,13 +382,13 @@ _TORCHS = frozenset(("", "aten", "prims"))
 
 
 def _namespace(func: Any) -> str:
-    """That of an operator of ``torch.ops``; of other functions none."""
+    """The namespace of an operator of ``torch.ops``; None for other functions."""
     is_operator = isinstance(func, (OpOverload, OpOverloadPacket))
     return str(getattr(func, "_qualified_op_name", func)).partition("::")[0].partition(".")[0] if is_operator else ""
 
 
 def _here(place: Any) -> Any:
-    """The device where PyTorch has symbolic tensors, for any device; other texts as they are."""
+    """The device of symbolic tensors for any device; other texts as they are."""
     try:
         torch.device(place)
     except RuntimeError:
@@ -402,7 +402,7 @@ def _refuse_opaque(what: str) -> NoReturn:
 
 
 def _indexed_by_number(args: tuple[Any, ...]) -> bool:
-    """Whether a captured tensor is indexed by captured numbers, which stay what they are."""
+    """Whether a captured tensor is indexed by captured numbers, which then are constants of the trace."""
     key = args[1] if type(args[1]) is tuple else (args[1],)
     return (
         len(key) == args[0].dim()

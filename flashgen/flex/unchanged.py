@@ -1,7 +1,7 @@
-"""Whether mods are, with all that they capture, the very objects that were looked at before.
+"""Whether mods, with all that they capture, are the very objects of an earlier call.
 
-In: a ``score_mod`` and a ``mask_mod``. Out: an ``Unchanged``; None where something is captured that may change and stay
-the same object. It is to be forgotten with the mods; tensors that a mod no longer holds it does not keep alive.
+In: a ``score_mod`` and a ``mask_mod``. Out: an ``Unchanged``; None where a captured object may change and stay the same
+object. It holds tensors weakly, and is dropped together with the mods.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from flashgen.flex.captured import Empty, content_of, globals_of, is_settled
 
 
 class Unchanged:
-    """What mods were made of. A tensor is the same with its type, its shape and whether it asks for a gradient."""
+    """The objects that mods captured. Of a tensor the type, the shape and ``requires_grad`` have to stay, too."""
 
     __slots__ = ("_cells", "_functions", "_globals", "_tensors")
 
@@ -27,7 +27,6 @@ class Unchanged:
         self._tensors: list[tuple[weakref.ref[Tensor], Any, Any, bool]] = []
 
     def holds(self) -> bool:
-        """Whether nothing has changed since."""
         for mod, code, defaults in self._functions.values():
             function = mod()
             if function is None or function.__code__ is not code or function.__defaults__ is not defaults:
@@ -50,7 +49,7 @@ class Unchanged:
         return True
 
     def look_at(self, value: Any) -> bool:
-        """Keep what a captured value is; whether that can be told again."""
+        """Record a captured value; returns whether a later call can tell that it is unchanged."""
         if isinstance(value, Tensor):
             self._tensors.append((weakref.ref(value), value.dtype, value.shape, value.requires_grad))
             return True
@@ -75,11 +74,11 @@ class Unchanged:
 
 
 def held(content: Any) -> Any:
-    """A tensor weakly; anything else as it is, and of that nothing is a weak reference itself, which may change."""
+    """A weak reference to a tensor; any other object itself."""
     return weakref.ref(content) if isinstance(content, Tensor) else content
 
 
 def looked_at(*mods: Any) -> Unchanged | None:
-    """What mods are made of now; None where that cannot be told again."""
+    """The captured objects of mods; None where a later call could not tell that they are unchanged."""
     found = Unchanged()
     return found if all(mod is None or found.look_at(mod) for mod in mods) else None

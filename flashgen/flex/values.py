@@ -1,6 +1,6 @@
-"""Symbolic values of a mod, and what a trace gathers: nodes of the IR, captured tensors, params.
+"""Symbolic values of a mod, and the contents of a trace: nodes of the IR, captured tensors, params.
 
-In: what a mod computes with. Out: nodes of the IR, made directly, with PyTorch's types and promotion.
+In: the operands of a mod's operators. Out: nodes of the IR, with PyTorch's types and promotion.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashgen.flex.numbers import Guards, Host, Number, Recipe, as_host, as_number, lifted
 from flashgen.flex.places import current_place, refuse
-from flashgen.flex.stand_ins import Cell, Cells, Row, Symbolic, array_of, symbolic
+from flashgen.flex.stand_ins import Cell, Cells, Symbolic, TensorRow, array_of, symbolic
 from flashgen.ir.build import TypingError, apply, power
 from flashgen.ir.expr import MAX_DEPTH, MAX_SIZE, Apply, Expr, Literal, Load, Symbol, SymbolKind, literal, walk
 from flashgen.ir.types import ElementType, ScalarType
@@ -51,7 +51,7 @@ NARROW = frozenset((torch.int8, torch.int16, torch.uint8, torch.uint16, torch.ui
 
 
 class Value(NamedTuple):
-    """An operand: its expression, its type in PyTorch, and the Python number that it is, whose type gives way."""
+    """An operand: its expression, its type in PyTorch, and, if it is one, the Python number, whose type yields."""
 
     expr: Expr
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class Value(NamedTuple):
 
     @property
     def weak(self) -> bool:
-        """Whether its type gives way."""
+        """Whether its type yields to those of tensors."""
         return self.number is not None
 
 
@@ -68,7 +68,7 @@ Kind = TypeVar("Kind", ElementType, ScalarType)
 
 @dataclass(frozen=True)
 class Slot(Generic[Kind]):
-    """A captured tensor, or a captured number, as a param: what it is called and is, and how a later call finds it."""
+    """A captured tensor, or a captured number as a param: its name, its value, and how a later call finds it."""
 
     name: str
     type: Kind
@@ -77,18 +77,17 @@ class Slot(Generic[Kind]):
 
     @property
     def learned(self) -> bool:
-        """Whether a gradient is wanted."""
         return isinstance(self.value, Tensor) and self.value.requires_grad
 
 
 @dataclass
 class Session:
-    """One trace: what it has met so far.
+    """The state of one trace.
 
-    ``dispatch`` answers operators of symbolic tensors; ``function`` is what the mod called last. ``leaves`` are the
-    captured tensors by identity, with their place among all that was captured; ``names`` what they are called.
-    ``settled``: nothing was computed of captured tensors, so that a later call may skip the trace. ``alive`` are
-    tensors whose identity stands for them.
+    ``dispatch`` answers operators of symbolic tensors; ``function`` is the last one that the mod called. ``leaves`` are
+    the captured tensors by identity, with their index among all captured values; ``names`` their names. ``settled``:
+    nothing was computed of captured tensors alone, so that a later call may skip the trace. ``alive`` keeps tensors
+    whose identity is a key.
     """
 
     device: torch.device
@@ -109,7 +108,7 @@ class Session:
     # -- operands
 
     def value(self, x: object) -> Value:
-        """What a number, or a tensor without dimensions, stands for."""
+        """The value of a number, or of a tensor without dimensions."""
         if isinstance(x, Symbolic):
             return Value(x.expr, x.dtype)
         number = as_number(x)
@@ -130,19 +129,19 @@ class Session:
         """The value as a mod sees it."""
         return symbolic(self, value.dtype, (), array_of([Cell(self.checked(value.expr))]))
 
-    def row(self, row: Row, cells: Cells | None = None) -> Symbolic:
-        """What is left of a captured tensor when some of its dimensions are indexed."""
+    def row(self, row: TensorRow, cells: Cells | None = None) -> Symbolic:
+        """A captured tensor with some of its dimensions indexed."""
         with torch._C.DisableTorchFunction():
             shape = row.left(row.captured.shape)
         return symbolic(self, row.captured.dtype, shape, cells, row)
 
     def stand_in(self, x: Tensor) -> Symbolic:
-        """A captured tensor as PyTorch's operators take it beside symbolic ones."""
+        """A captured tensor in the form in which PyTorch's operators take it beside symbolic ones."""
         cells = None if x.dim() else array_of([Cell(self._scalar(x).expr)])
-        return self.row(Row(x, (None,) * x.dim()), cells)
+        return self.row(TensorRow(x, (None,) * x.dim()), cells)
 
-    def elements(self, row: Row) -> Cells:
-        """The elements of a row of a captured tensor; another length is another trace."""
+    def elements(self, row: TensorRow) -> Cells:
+        """The elements of a row of a captured tensor; the trace depends on the length."""
         shape = list(map(int, row.left(self.lengths(row.captured))))
         if math.prod(shape) > MOST_TERMS:
             size = " × ".join(map(str, shape))
@@ -158,7 +157,7 @@ class Session:
         return array_of(found, shape)
 
     def lengths(self, tensor: Tensor) -> tuple[Any, ...]:
-        """Lengths of a captured tensor, as numbers that a later call finds anew where it finds the tensor."""
+        """The lengths of a captured tensor, as numbers that a later call finds again with the tensor."""
         leaf = self.leaves.get(id(tensor))
         with torch._C.DisableTorchFunction():
             found = tuple(tensor.shape)
@@ -167,7 +166,6 @@ class Session:
         return tuple(lifted(length, ("extent", leaf, axis), self.guards) for axis, length in enumerate(found))
 
     def checked(self, expr: Expr) -> Expr:
-        """The expression, if it is not too large."""
         if expr.depth > MAX_DEPTH or expr.size > MAX_SIZE:
             deep, large = f"more than {MAX_DEPTH} operations deep", f"of more than {MAX_SIZE:,} parts"
             message = f"the expression of the mod becomes one {deep if expr.depth > MAX_DEPTH else large}"
@@ -180,7 +178,7 @@ class Session:
         self.alive.append(x)
 
     def check_detached(self, x: Symbolic, way: str) -> None:
-        """Refuse a value without its gradient, where there is one: the derivatives of a kernel leave nothing out."""
+        """Refuse to drop the gradient of a value that has one: kernels differentiate every term."""
         if x.row is not None:
             has_one = x.row.captured.requires_grad
         else:
@@ -200,7 +198,7 @@ class Session:
         return False
 
     def number_of(self, symbol: Symbol) -> Number | None:
-        """The captured number that a param stands for; None for a tensor's, and for what is no param."""
+        """The captured number of a param; None for other expressions, and for params that are tensors."""
         if symbol.kind is not SymbolKind.PARAM:
             return None
         slot = self.params[int(symbol.name[1:])]
@@ -228,7 +226,7 @@ class Session:
         return Value(convert(symbol, BOOL) if x.dtype is torch.bool else symbol, x.dtype)
 
     def _number_among(self, slots: list[Slot[Kind]], x: Tensor, kind: Kind) -> int:
-        """The number of a captured tensor, which is declared when it is first read."""
+        """The number of a captured tensor, which is declared at its first read."""
         if id(x) not in self._slots:
             leaf = self.leaves.get(id(x))
             self.alive.append(x)
@@ -241,7 +239,6 @@ class Session:
     # -- captured tensors
 
     def load(self, tensor: Tensor, indices: Sequence[Expr]) -> Value:
-        """One element of a captured tensor."""
         number = self.slot(tensor)
         element = self.tensors[number].type
         load = Load(element.scalar, tensor=f"t{number}", indices=tuple(indices), span=current_place())
@@ -253,7 +250,6 @@ class Session:
         return self._number_among(self.tensors, tensor, _ELEMENTS[_CONVERTED.get(tensor.dtype, tensor.dtype)])
 
     def called(self, tensor: Tensor) -> str:
-        """A captured tensor, for messages."""
         known = self.names.get(id(tensor))
         return f"'{known}'" if known else "a tensor that the mod makes"
 
@@ -270,7 +266,7 @@ class Session:
 
 
 def readable(tensor: Tensor) -> Tensor:
-    """A captured tensor in the type that it is declared in."""
+    """A captured tensor in the type that it is declared with."""
     wanted = _CONVERTED.get(tensor.dtype)
     return tensor if wanted is None else tensor.to(wanted)
 
@@ -284,7 +280,7 @@ def param_symbol(number: int, scalar: ScalarType) -> Symbol:
 
 
 def extent_symbol(slot: int, axis: int) -> Symbol:
-    """The length of a dimension of a captured tensor, until its declaration says what that is."""
+    """The length of a dimension of a captured tensor, as a size that the declaration later replaces."""
     return Symbol(INT, name=f"t{slot}.{axis}", kind=SymbolKind.SIZE)
 
 
@@ -304,7 +300,7 @@ def constant(value: bool | int | float) -> Literal:
 
 
 def node(op: str, *args: Expr) -> Expr:
-    """``op(args)``, worked out where all of them are constants."""
+    """``op(args)``, folded where all arguments are constants."""
     try:
         made = power(args[0], args[1]) if op == "pow" else apply(op, *args)
         if isinstance(made, Apply) and all(isinstance(arg, Literal) for arg in made.args):
@@ -318,7 +314,7 @@ def node(op: str, *args: Expr) -> Expr:
 
 
 def folded(made: Apply) -> Literal:
-    """The constant that an operation over constants is; raises ``ConstantError``."""
+    """The constant value of an operator over constants; raises ``ConstantError``."""
     value = fold(made.op, tuple(arg.value for arg in made.args if isinstance(arg, Literal)))
     if made.type is FLOAT:
         return constant(float(value))
@@ -326,7 +322,7 @@ def folded(made: Apply) -> Literal:
 
 
 def _connected(op: str, decides: bool, x: Expr, y: Expr) -> Expr:
-    """Two conditions without constants: one of the value ``decides`` is the result, the other changes nothing."""
+    """``and`` or ``or`` of two conditions; where one of them is the constant ``decides``, so is the result."""
     for one, other in ((x, y), (y, x)):
         if isinstance(one, Literal):
             return one if one.value == decides else other

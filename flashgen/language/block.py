@@ -18,7 +18,7 @@ from flashgen.language import names, syntax
 from flashgen.language.constants import Value, fits
 from flashgen.language.definitions import expressions_below
 from flashgen.language.expressions import Expressions
-from flashgen.language.frames import Captured, Meaning, run_time_values
+from flashgen.language.frames import Meaning, TensorName, run_time_values
 from flashgen.language.library import Scope
 from flashgen.language.nodes import Budget
 from flashgen.language.report import Report
@@ -111,7 +111,6 @@ class Block:
     # --- what names stand for
 
     def constant_names(self) -> tuple[str, ...]:
-        """The declared names that are constants."""
         return tuple(name for name, each in self.declarations.items() if isinstance(each.statement, syntax.Const))
 
     def find(self, name: str, span: Span) -> Meaning | None:
@@ -131,7 +130,7 @@ class Block:
                     return Meaning(None)
                 sizes = (each.name if isinstance(each, syntax.Reference) else "" for each in tensor.shape)
                 usual = tuple(names.INDEX_OF.get(each, "…") for each in sizes)
-                captured = Captured(name, element, usual, declaration.span)
+                captured = TensorName(name, element, usual, declaration.span)
                 return Meaning(captured, ((name, None),))
             case syntax.Let():
                 return self._let(declaration, span)

@@ -131,7 +131,8 @@ def complain_about_token(
 ) -> TokenComplaint:
     """For a token that the grammar does not admit."""
     text = str(token)
-    if "NAME" in accepted and token.type in words.RESERVED_TERMINALS and _declares(last):
+    declares = last is not None and last.type in words.DECLARING_TERMINALS
+    if declares and "NAME" in accepted and token.type in words.RESERVED_TERMINALS:
         message = f"'{text}' is a word of the language and cannot be used as a name"
         hints = (f"choose another name, for example '{text}_'",)
         return TokenComplaint(Diagnostic("E106", message, token.span, hints=hints), read_as=text)
@@ -148,7 +149,8 @@ def complain_about_token(
     message = f"expected {expected}{after}, found {description(token)}"
     brackets = opened[1:] if block is not None else opened
     notes = tuple(f"'{bracket}' is opened at {_place(bracket, token)}" for bracket in brackets[-1:])
-    left_open = bool(brackets) and "NUMBER" not in accepted and _ends_statement(token)
+    ends = words.STATEMENT_TERMINALS | words.TOP_LEVEL_TERMINALS | {"RBRACE", "$END"}
+    left_open = bool(brackets) and "NUMBER" not in accepted and token.type in ends
     code = "E007" if left_open else "E006"
     meant = _hints(token, accepted, last, statement) or _form(accepted, last, statement)
     read_as = foreign.READ_AS.get(text, "") if foreign.WORDS.get(text, "") in meant else ""
@@ -162,14 +164,6 @@ def not_closed(block: Word, token: Word) -> Diagnostic:
     inside = token.type in ("DEF", "IMPORT")
     hints = (f"'{token}' stands outside of attention blocks; inside one 'let' names an expression",) if inside else ()
     return Diagnostic("E007", message, token.span, notes=notes, hints=hints)
-
-
-def _declares(last: Word | None) -> bool:
-    return last is not None and last.type in words.DECLARING_TERMINALS
-
-
-def _ends_statement(token: Word) -> bool:
-    return token.type in words.STATEMENT_TERMINALS | words.TOP_LEVEL_TERMINALS | {"RBRACE", "$END"}
 
 
 def _place(word: Word, seen_from: Word) -> str:

@@ -16,10 +16,10 @@ from flashgen.ir.expr import Expr, Literal, Load, Symbol, literal
 from flashgen.ir.types import ScalarType
 from flashgen.language import foreign, names, syntax
 from flashgen.language.constants import ConstantError, number
-from flashgen.language.frames import Bound, Captured, Frame, Meaning
+from flashgen.language.frames import Bound, Frame, Meaning, TensorName
 from flashgen.language.functions import FUNCTIONS, INFIX
 from flashgen.language.library import Macro, Scope
-from flashgen.language.names import Place
+from flashgen.language.names import Site
 from flashgen.language.nodes import Budget, Nodes, TooLargeError
 from flashgen.language.report import Report
 from flashgen.language.suggest import suggestion, unknown_function, wrong_count
@@ -45,7 +45,7 @@ class Names(Protocol):
 class Expressions:
     """Resolves the expressions of one statement."""
 
-    def __init__(self, place: Place, block: Names) -> None:
+    def __init__(self, place: Site, block: Names) -> None:
         self.where = place
         self.frame = Frame(block.scope)
         self.block = block
@@ -124,7 +124,7 @@ class Expressions:
 
     def _reference(self, node: syntax.Reference) -> Expr | None:
         value = self._bound(node)
-        if isinstance(value, Captured):
+        if isinstance(value, TensorName):
             message = f"'{node.name}' is a tensor and stands for a value only with its indices"
             self._error("E204", message, node.span, (f"write {value.indexed(node.name)}",))
             return None
@@ -273,7 +273,7 @@ class Expressions:
         tensor = self._bound(node.base)
         if tensor is None:
             return None
-        if not isinstance(tensor, Captured):
+        if not isinstance(tensor, TensorName):
             hint = foreign.OTHER_PAIRS if name in names.SCORES else f"write '{name}': only a 'tensor' has elements"
             self._error("E204", f"'{name}' is no tensor and cannot be indexed", node.base.span, (hint,))
             return None
@@ -286,7 +286,7 @@ class Expressions:
             return False
         return self.frame.macro is not None or self.block.find(name, span) is None
 
-    def _load(self, tensor: Captured, indices: list[Expr | None], node: syntax.Index) -> Expr | None:
+    def _load(self, tensor: TensorName, indices: list[Expr | None], node: syntax.Index) -> Expr | None:
         if len(indices) != tensor.rank:
             wanted = f"{tensor.rank} dimension{'s' if tensor.rank > 1 else ''}"
             given = f"{len(indices)} {'index is' if len(indices) == 1 else 'indices are'} given"
@@ -384,7 +384,7 @@ class Expressions:
             return
         meaning = self.block.find(name, span) if self.frame.macro is None else None
         value = self.frame.parameters.get(name, meaning.value if meaning is not None else None)
-        if isinstance(value, Captured):
+        if isinstance(value, TensorName):
             self._error("E204", f"'{name}' is a tensor, not a function", span, (f"write {value.indexed(name)}",))
         elif name in self.frame.parameters or meaning is not None or name in names.BUILTINS:
             self._error("E204", f"'{name}' is a value, not a function", span, ("a product is written with '*'",))

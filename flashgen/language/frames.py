@@ -12,7 +12,7 @@ from flashgen.language.library import Macro, Scope
 
 
 @dataclass(frozen=True)
-class Captured:
+class TensorName:
     """A tensor, which stands for a value only with its indices; ``usual`` are those that its shape suggests."""
 
     name: str
@@ -22,7 +22,6 @@ class Captured:
 
     @property
     def rank(self) -> int:
-        """How many dimensions it has."""
         return len(self.usual)
 
     def indexed(self, name: str) -> str:
@@ -30,7 +29,7 @@ class Captured:
         return f"{name}[{', '.join(self.usual)}]"
 
 
-Bound = Expr | Captured | None  # None: reported before
+Bound = Expr | TensorName | None  # None: reported before
 
 
 @dataclass(frozen=True)

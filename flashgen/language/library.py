@@ -61,9 +61,7 @@ class Scope:
         return macro if macro is not None and macro.parameters is None else None
 
     def function_names(self) -> Iterator[str]:
-        """Names that can be called."""
         return (name for name, macro in self.macros.items() if macro.parameters is not None)
 
     def value_names(self) -> Iterator[str]:
-        """Names that stand alone."""
         return (name for name, macro in self.macros.items() if macro.parameters is None)

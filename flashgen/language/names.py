@@ -59,7 +59,7 @@ def builtin(name: str, span: Span | None) -> Expr:
 
 
 @dataclass(frozen=True)
-class Place:
+class Site:
     """A place in a spec where an expression stands, and which run-time values it may use there."""
 
     title: str  # as in "cannot be used in 'mask'"
@@ -103,22 +103,22 @@ _SIZES = frozenset(SIZES)
 _PAIR = _SIZES | {"b", "h", "i", "j", "hkv"}
 
 OF_BLOCKS = "blocks have 'I' and 'J'; what is of single pairs belongs into 'mask' or 'score'"
-SCORE = Place("'score'", _PAIR | frozenset(SCORES), params=True, tensors=True)
-MASK = Place("'mask'", _PAIR, params=True, tensors=True)
-LAYOUT = Place("'layout'", _SIZES | {"b", "h", "hkv", "I", "J"}, params=True, tensors=True, instead=OF_BLOCKS)
-SELECT = Place("'select'", _SIZES | {"b", "h", "i", "hkv"}, params=True, tensors=True)
-WEIGHTS = Place("'weights'", _PAIR | {"s"}, params=True, tensors=True)
-SINK = Place("a sink", _SIZES | {"b", "h", "i", "hkv"}, params=True, tensors=True)
-SCALE = Place("'scale'", _SIZES, params=True, tensors=False, instead="a factor that varies belongs into 'score'")
-DROPOUT = Place("'dropout'", frozenset(), params=True, tensors=False, instead="use a constant or a 'param'")
+SCORE = Site("'score'", _PAIR | frozenset(SCORES), params=True, tensors=True)
+MASK = Site("'mask'", _PAIR, params=True, tensors=True)
+LAYOUT = Site("'layout'", _SIZES | {"b", "h", "hkv", "I", "J"}, params=True, tensors=True, instead=OF_BLOCKS)
+SELECT = Site("'select'", _SIZES | {"b", "h", "i", "hkv"}, params=True, tensors=True)
+WEIGHTS = Site("'weights'", _PAIR | {"s"}, params=True, tensors=True)
+SINK = Site("a sink", _SIZES | {"b", "h", "i", "hkv"}, params=True, tensors=True)
+SCALE = Site("'scale'", _SIZES, params=True, tensors=False, instead="a factor that varies belongs into 'score'")
+DROPOUT = Site("'dropout'", frozenset(), params=True, tensors=False, instead="use a constant or a 'param'")
 OWN_SIZE = (
     "shapes are made of B, H, Hkv, Nq, Nk, D, Dv and constants; for another length state 'const n = 8' (--set n=…)"
 )
-SHAPE = Place("a shape", _SIZES, params=False, tensors=False, instead="shapes are made of sizes and constants")
-DEFAULT = Place("the default of a param", _SIZES, params=True, tensors=False)
-LET = Place("'let'", _PAIR | frozenset(SCORES) | frozenset(BLOCKS), params=True, tensors=True)
+SHAPE = Site("a shape", _SIZES, params=False, tensors=False, instead="shapes are made of sizes and constants")
+DEFAULT = Site("the default of a param", _SIZES, params=True, tensors=False)
+LET = Site("'let'", _PAIR | frozenset(SCORES) | frozenset(BLOCKS), params=True, tensors=True)
 
 
-def compile_time(title: str, instead: str = "") -> Place:
+def compile_time(title: str, instead: str = "") -> Site:
     """A place that takes constants only."""
-    return Place(title, frozenset(), params=False, tensors=False, instead=instead, code="E209")
+    return Site(title, frozenset(), params=False, tensors=False, instead=instead, code="E209")

@@ -96,7 +96,9 @@ class Nodes:
             return None
         values: list[Value] = []
         for argument in node.args:
-            inner = self._folded(argument, span) if isinstance(argument, Apply) and _all_literal(argument) else argument
+            inner: Expr | None = argument
+            if isinstance(argument, Apply) and all(isinstance(each, Literal) for each in argument.args):
+                inner = self._folded(argument, span)
             if not isinstance(inner, Literal):
                 _refuse_division_by_zero(node)
                 return None
@@ -135,10 +137,6 @@ class Nodes:
         if isinstance(node, Literal):
             return literal(float(node.value), node.span)
         return self.operation("to_float", (node,), span)
-
-
-def _all_literal(node: Apply) -> bool:
-    return all(isinstance(argument, Literal) for argument in node.args)
 
 
 def _refuse_division_by_zero(node: Apply) -> None:

@@ -30,7 +30,6 @@ class Report:
         notes: tuple[str, ...] = (),
         hints: tuple[str, ...] = (),
     ) -> None:
-        """Record one diagnostic."""
         self.put(Diagnostic(code, message, span, notes=notes, hints=hints))
 
     def put(self, diagnostic: Diagnostic) -> None:

@@ -24,8 +24,8 @@ from flashgen.language import names, syntax
 from flashgen.language.block import ELEMENT_TYPES, PARAM_TYPES, Block
 from flashgen.language.definitions import expressions_below
 from flashgen.language.expressions import Expressions
-from flashgen.language.frames import Captured
-from flashgen.language.names import Place
+from flashgen.language.frames import TensorName
+from flashgen.language.names import Site
 from flashgen.language.suggest import suggestion
 
 MAX_HEAD_DIM = 576  # of multi-head latent attention: 512 and 64 for positions
@@ -34,7 +34,7 @@ SCHEDULE_ENTRIES = tuple(name for name in Schedule.__dataclass_fields__ if name 
 
 
 def typed(
-    block: Block, node: syntax.Expression, place: Place, wanted: ScalarType, hints: Sequence[str] = ()
+    block: Block, node: syntax.Expression, place: Site, wanted: ScalarType, hints: Sequence[str] = ()
 ) -> Expr | None:
     """An expression of the wanted type; an int stands for a float."""
     value = Expressions(place, block).resolved(node, wanted)
@@ -235,7 +235,7 @@ def select(block: Block, statement: syntax.Select) -> Select | None:
     return Select(side, tensor.name, known, statement.span)
 
 
-def _listing(block: Block, name: syntax.Name) -> Captured | None:
+def _listing(block: Block, name: syntax.Name) -> TensorName | None:
     """The tensor whose elements are numbers of blocks."""
     meaning = block.find(name.text, name.span)
     if meaning is None:
@@ -244,7 +244,7 @@ def _listing(block: Block, name: syntax.Name) -> Captured | None:
         return None
     if meaning.value is None:
         return None
-    if not isinstance(meaning.value, Captured):
+    if not isinstance(meaning.value, TensorName):
         block.report.add("E204", f"'{name.text}' is no tensor and cannot list blocks", name.span, hints=_LISTS)
         return None
     element = meaning.value.element
@@ -408,7 +408,7 @@ def schedule(block: Block, statement: syntax.Schedule) -> Schedule | None:
 
 # --- all
 
-_OF_TYPE: Mapping[str, tuple[Place, ScalarType, tuple[str, ...]]] = {
+_OF_TYPE: Mapping[str, tuple[Site, ScalarType, tuple[str, ...]]] = {
     "scale": (names.SCALE, ScalarType.FLOAT, ()),
     "score": (names.SCORE, ScalarType.FLOAT, ("a condition belongs into 'mask'",)),
     "mask": (

@@ -137,7 +137,6 @@ class Statement:
 
     @property
     def word(self) -> Span:
-        """Where the keyword stands."""
         span = self.span
         return Span(span.file, span.line, span.column, span.line, span.column + len(self.keyword))
 

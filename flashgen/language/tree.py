@@ -25,7 +25,6 @@ class Word(Token):
 
     @staticmethod
     def make(kind: str, text: str, span: Span, broken: syntax.Broken | None = None) -> Word:
-        """A token of the given kind."""
         word = Word(kind, text)
         word.span = span
         word.broken = broken
@@ -52,10 +51,6 @@ def _expressions(children: tuple[Any, ...]) -> tuple[syntax.Expression, ...]:
 
 def _names(children: tuple[Any, ...]) -> tuple[syntax.Name, ...]:
     return tuple(child for child in children if isinstance(child, syntax.Name))
-
-
-def _is_slot(child: Any) -> bool:
-    return not isinstance(child, Word) or child.type == "COLON"
 
 
 def _grad(last: object) -> Span | None:
@@ -116,8 +111,9 @@ class TreeBuilder(Transformer[Token, syntax.File]):
     def select(
         self, word: Word, block: syntax.Expression, _sign: Word, tensor: syntax.Name, _open: Word, *rest: Any
     ) -> syntax.Select:
-        slots = (each.span if isinstance(each, Word) else each for each in rest[:-1] if _is_slot(each))
-        return syntax.Select(word.span.to(rest[-1].span), "select", block, tensor, tuple(slots))
+        slots = [each for each in rest[:-1] if not isinstance(each, Word) or each.type == "COLON"]
+        places = tuple(each.span if isinstance(each, Word) else each for each in slots)
+        return syntax.Select(word.span.to(rest[-1].span), "select", block, tensor, places)
 
     def schedule(self, word: Word, *rest: Any) -> syntax.Schedule:
         return syntax.Schedule(word.span.to(rest[-1].span), "schedule", tuple(rest[1:-1]))

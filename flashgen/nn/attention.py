@@ -95,7 +95,7 @@ class Attention(nn.Module):
         return self.attend_with(self.op, q, k, v, **arguments)
 
     def attend_with(self, op: BaseOp, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Any:
-        """The same with another op that captures what the module owns: its own with one more mask."""
+        """``forward`` with another op that captures the same learned values: that of the spec with one more mask."""
         for each in self._learned:
             if each.name in arguments:
                 raise TypeError(f"'{each.name}' is a Parameter of this module, not an argument of its call")
@@ -107,7 +107,7 @@ class Attention(nn.Module):
         return op(q, k, v, **arguments)  # type: ignore[operator]
 
     def _check_heads(self, q: Any, k: Any, arguments: Mapping[str, Any]) -> None:
-        """That a call has the heads of the module, or says which of them; what has no heads is the op's to refuse."""
+        """Check that a call has the heads of the module, or says which of them it has."""
         if not all(isinstance(x, Tensor) and x.ndim == 4 for x in (q, k)) or {"h_start", "h_total"} & set(arguments):
             return
         for name, x, heads, wanted in (("q", q, "heads", self.heads), ("k", k, "kv_heads", self.kv_heads)):
@@ -118,7 +118,6 @@ class Attention(nn.Module):
                 )
 
     def extra_repr(self) -> str:
-        """What stands between the parentheses."""
         return f"{self.op.spec.name}, heads={self.heads}, kv_heads={self.kv_heads}, head_dim={self.head_dim}"
 
 

@@ -1,8 +1,8 @@
-"""What a module owns of a spec: the captured tensors and params with ``grad``, their shapes and initial values.
+"""The captured tensors and params with ``grad`` that a module owns, with their shapes and initial values.
 
 In: an ``AttentionSpec`` and the sizes that a module knows (H, Hkv, D, Dv, and lengths that its user fixes). Out: a
-``Learned`` for each value that it owns. A learned tensor whose shape depends on other sizes (B, or a length that
-nobody fixed) is an activation: the caller passes it.
+``Learned`` for each owned value. A tensor whose shape depends on other sizes (B, or a length that is not fixed) is an
+activation, which the caller passes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Gives a spec the masks that a call brings: ``torch.nn.MultiheadAttention``'s padding and attention masks.
+"""Adds the masks of a call to a spec: ``torch.nn.MultiheadAttention``'s padding and attention masks.
 
-In: an op, by its name, and which masks come, in which form. Out: the op of the spec with a captured tensor for each,
-dropping pairs where it is boolean, added to the score where it is a float; made once, on the same backend. It is asked
-for by names and numbers alone, so that ``torch.compile`` traces nothing of making it.
+In: an op, by its name, and the forms of the masks. Out: the op of the spec with a captured tensor for each mask, which
+drops pairs where it is boolean, and is added to the score where it is float. It is made once, on the same backend, and
+looked up by names and numbers alone, so that ``torch.compile`` does not trace its making.
 """
 
 from __future__ import annotations

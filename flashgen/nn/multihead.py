@@ -206,7 +206,6 @@ class MultiheadAttention(nn.Module):
                 raise ValueError(f"'{name}' has shape {list(x.shape)}; its last dimension must be {width}")
 
     def extra_repr(self) -> str:
-        """What stands between the parentheses."""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, kv_heads={self.kv_heads}"
 
     def _of_nested(self, x: Tensor, **options: Any) -> Tensor:

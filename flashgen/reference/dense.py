@@ -1,14 +1,13 @@
 """Dense attention straight from the IR: the judge of every backend.
 
-In: an ``AttentionSpec`` and tensors of any floating type. Out: ``o`` and ``lse``, differentiable by
-autograd. Every matrix of the formula is formed, [B, H, Nq, Nk] each; nothing is rearranged, tiled or
-rescaled online.
+In: an ``AttentionSpec`` and tensors of any floating type. Out: ``o`` and ``lse``, differentiable by autograd. Every
+matrix of the formula is formed, [B, H, Nq, Nk] each; nothing is rearranged, tiled or rescaled online.
 
     S = score(τ Q Kᵀ)      keep = mask ∧ layout ∧ select ∧ S ≠ -inf
     P = weights(S)         P' = dropout(P)              O = P' V
 
-A pair that is not kept has weight exactly 0, and no gradient passes through it. A row with nothing kept
-gives o = 0, lse = -inf and zero gradients; so does a row whose denominator is 0.
+A pair that is not kept has weight exactly 0, and no gradient passes through it. A row without a kept pair, or with a
+denominator of 0, gives o = 0, lse = -inf and zero gradients.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ def attention(
     ``q`` [B, H, Nq, D], ``k`` [B, Hkv, Nk, D], ``v`` [B, Hkv, Nk, Dv], converted to ``dtype`` (default:
     that of q). ``tensors`` and ``params`` by name; params left out take their defaults. ``shard`` places
     the call in a larger problem. ``dropout`` None: no dropout, whatever the spec says (see
-    ``drop_probability``). ``rounded``: what becomes of weights [B, H, Nq, Nk] before they meet values. ``settles``: a
-    row that keeps one key has a P that nothing moves, 1 or -1; the formula's derivatives cancel there but for rounding.
+    ``drop_probability``). ``rounded`` is applied to the weights [B, H, Nq, Nk] before
+    the product with V. ``settles``: P of a row with one key is the constant 1 or -1, whose derivatives are exactly 0.
 
     Returns ``o`` [B, H, Nq, Dv] and ``lse`` [B, H, Nq], both in ``dtype``; ``lse``, the logarithm of the denominator,
     is None where the weights have none. Raises ``KeyError`` for a tensor or required param that is missing.
@@ -116,7 +115,7 @@ def param_values(spec: AttentionSpec, given: Mapping[str, float], sizes: Mapping
 def known_values(
     sizes: Mapping[str, int], declared: Sequence[Param] = (), params: Mapping[str, float] = MappingProxyType({})
 ) -> dict[Expr, Expr]:
-    """What sizes, and the params that are ``declared``, stand for in expressions."""
+    """The values of sizes, and of the params that are ``declared``, as substitutions for their symbols."""
     own: dict[Expr, Expr] = {
         Symbol(each.type, name=each.name, kind=SymbolKind.PARAM): Literal(each.type, value=params[each.name])
         for each in declared
@@ -132,7 +131,7 @@ def drop_probability(spec: AttentionSpec, params: Mapping[str, float], sizes: Ma
 
 
 def constant_number(expr: Expr) -> float:
-    """The value of an expression in which nothing is left open."""
+    """The value of an expression without symbols."""
     value = constant_value(expr)
     if value is None:
         raise AssertionError("the resolver lets params, shapes and dropout depend on sizes and params only")
@@ -179,11 +178,11 @@ def kept_by_position(spec: AttentionSpec, evaluate: Evaluator) -> Tensor:
 
 
 def _is_selected(select: Select, evaluate: Evaluator) -> Tensor:
-    """Whether the list of a query names the block of a key."""
+    """Whether a query's list contains the block of a key."""
     block = evaluate.symbols["j"].flatten() // select.block
     numbers = evaluate.listed(select.tensor, select.indices)
     blocks = int(block.max()) + 1 if block.numel() else 0
-    # Behind the last block stands what is none.
+    # One more block at the end takes the numbers that name none.
     numbers = torch.where((numbers >= 0) & (numbers < blocks), numbers.long(), blocks)
     is_named = numbers.new_zeros((*numbers.shape[:-1], blocks + 1), dtype=torch.bool).scatter_(-1, numbers, value=True)
     found = is_named.index_select(-1, block)

@@ -1,4 +1,4 @@
-"""Evaluates expressions over torch tensors, with gradients that stop where nothing of a value counts.
+"""Evaluates expressions over torch tensors; gradients stop at values that no kept pair uses.
 
 In: an ``Expr`` and the values of its symbols and captured tensors. Out: a tensor that broadcasts to [B, H,
 Nq, Nk].
@@ -29,10 +29,10 @@ from flashgen.reference.namespace import TorchNamespace
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Evaluates with memory: an expression that occurs twice is computed once.
+    """Evaluates expressions; one that occurs twice is computed once.
 
-    ``symbols`` holds indices, sizes and score inputs, ``params`` and ``tensors`` the arguments of the call;
-    ``dtype`` is the precision of what depends on the score.
+    ``symbols`` holds indices, sizes and score inputs, ``params`` and ``tensors`` the arguments of the call; ``dtype``
+    is the precision of values that depend on the score.
     """
 
     symbols: Mapping[str, Tensor]
@@ -45,11 +45,10 @@ class Evaluator:
 
     @property
     def wide(self) -> torch.dtype:
-        """The precision of what does not depend on the score."""
+        """The precision of values that do not depend on the score."""
         return torch.promote_types(self.dtype, torch.float32)
 
     def boolean(self, expr: Expr) -> Tensor:
-        """The value of a condition."""
         return self._result(expr)
 
     def real(self, expr: Expr) -> Tensor:
@@ -57,7 +56,7 @@ class Evaluator:
         return self._result(expr).to(self.dtype)
 
     def listed(self, name: str, indices: Sequence[Expr]) -> Tensor:
-        """The elements along the last dimension of a tensor of ints, which has no index; others are clamped."""
+        """The elements along the last dimension, which has no index, of an int tensor; indices are clamped."""
         tensor, found = self.tensors[name], [self._visit(each)[0] for each in indices]
         if tensor.numel() == 0:
             return tensor.new_full((1,), -1)
@@ -65,11 +64,11 @@ class Evaluator:
         return tensor[tuple(clamped)] if found else tensor
 
     def given(self, **symbols: Tensor) -> Evaluator:
-        """An evaluator that knows these symbols as well."""
+        """An evaluator that also knows these symbols."""
         return replace(self, symbols={**self.symbols, **symbols}, _done={}, _uses=Uses())
 
     def of_rows(self, shape: torch.Size) -> Evaluator:
-        """One for what belongs to rows [B, H, Nq, 1], all of which count, whatever pairs they keep."""
+        """An evaluator for values of rows [B, H, Nq, 1], all of which count, also rows without a kept pair."""
         guard = Guard(torch.ones(shape, dtype=torch.bool, device=self._device()))
         return replace(self, guard=guard, _done={}, _uses=Uses())
 
@@ -116,7 +115,7 @@ class Evaluator:
         return self.guard.protect(value, shape, lambda: uses.through(node, chosen))
 
     def _chosen(self, node: Apply, k: int) -> Tensor | None:
-        """Where a node passes a gradient to its argument k; None: wherever it has one."""
+        """Where a node passes a gradient to its argument k; None: wherever the node has one."""
         rule = OPERATORS[node.op].derivative
         partial = None if rule is None else rule(node.args, k)
         if not (isinstance(partial, Apply) and partial.op == "where"):
@@ -126,7 +125,7 @@ class Evaluator:
             return replace(self, _done=known, _uses=Uses())._passes(partial)
 
     def _passes(self, partial: Expr) -> Tensor | None:
-        """Where a derivative is other than the 0 of a branch; None: everywhere. What is 0 by chance may change."""
+        """Where a derivative is not the constant 0 of a branch; None: everywhere. Accidental zeros pass."""
         match partial:
             case Literal(value=0):
                 return torch.zeros((), dtype=torch.bool, device=self._device())

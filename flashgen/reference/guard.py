@@ -1,9 +1,8 @@
-"""Stops gradients of the dense formula where nothing of a value counts, so that 0 · ∞ does not make a row NaN.
+"""Stops gradients of the dense formula at values that no kept pair uses, so that 0 · ∞ does not make a row NaN.
 
-In: which pairs are kept, and for each use of a value where the operator that uses it passes a gradient. Out: hooks
-that zero the others. Two things make a gradient 0 whatever derivatives are: a pair that is masked, and a branch that is
-not taken (of ``x if c else y``, of ``max``, ``min``, ``clamp`` and ``relu``). Kernels do the same
-(``analysis/differentiate.py``).
+In: which pairs are kept, and where each operator passes a gradient to its arguments. Out: hooks that zero all other
+gradients. A gradient is 0, whatever the derivatives are, at a masked pair, and in a branch that is not taken (of ``x if
+c else y``, ``max``, ``min``, ``clamp`` and ``relu``). Kernels do the same (``analysis/differentiate.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Live = Callable[[], Tensor | None]  # where a value's gradient may be other than
 
 @dataclass
 class Guard:
-    """Stops gradients at pairs that are not kept; ``keep`` [B, H, Nq, Nk] may be narrowed until backward."""
+    """Stops gradients at pairs that are not kept; ``keep`` [B, H, Nq, Nk] may be narrowed until the backward pass."""
 
     keep: Tensor | None = None
     _reduced: dict[torch.Size, Tensor] = field(default_factory=dict)
@@ -34,9 +33,10 @@ class Guard:
         self._reduced.clear()
 
     def protect(self, value: Tensor, shape: torch.Size, live: Live) -> Tensor:
-        """``value`` expanded to ``shape``; its gradient is zero where no pair of that element is kept and ``live``.
+        """``value`` expanded to ``shape``; its gradient is zero where no pair of an element is both kept and ``live``.
 
-        So is that of its tangent, where it has one: tangents themselves are 0 where a score is masked.
+        The gradient of its tangent, if it has one, is zero there, too: tangents themselves are 0 where a score is
+        masked.
         """
         guarded = value.expand(shape)
         for each in (guarded, tangent_of(guarded)):
@@ -59,14 +59,14 @@ class Guard:
 
 @dataclass
 class Uses:
-    """What uses the value of each node, and where: nowhere else does a gradient reach it."""
+    """The users of each node's value, and where each passes a gradient to the node."""
 
     _of: dict[Expr, list[tuple[Expr, Tensor | None]]] = field(default_factory=dict)
     _results: set[Expr] = field(default_factory=set)
     _live: dict[Expr, Tensor | None] = field(default_factory=dict)
 
     def is_result(self, node: Expr) -> None:
-        """The value is used at every pair."""
+        """Declare the value a result, which is used at every pair."""
         self._results.add(node)
         self._live.clear()
 
@@ -76,13 +76,13 @@ class Uses:
         self._live.clear()
 
     def live(self, node: Expr) -> Tensor | None:
-        """Where any use of a value counts; None: at every pair that is kept."""
+        """Where any use of a node passes a gradient; None: at every pair that is kept."""
         if node not in self._live:
             self._live[node] = None if node in self._results else self._by_users(node)
         return self._live[node]
 
     def through(self, user: Expr, chosen: Tensor | None) -> Tensor | None:
-        """Where one use counts."""
+        """Where one use passes a gradient."""
         above = self.live(user)
         return chosen if above is None else above if chosen is None else above & chosen
 
@@ -97,7 +97,7 @@ class Uses:
 
 
 def tangent_of(value: Tensor) -> Tensor | None:
-    """What a value changes by in forward mode; None outside of it."""
+    """The tangent of a value in forward mode; None outside of it."""
     if forward_ad._current_level < 0:
         return None
     found: Tensor | None = forward_ad.unpack_dual(value).tangent  # type: ignore[no-untyped-call]
@@ -105,7 +105,7 @@ def tangent_of(value: Tensor) -> Tensor | None:
 
 
 def _any(pairs: Tensor, shape: torch.Size) -> Tensor:
-    """Over the pairs of each element of a shape that broadcasts to that of ``pairs``."""
+    """Whether any of the pairs of each element of a broadcast shape is true."""
     for axis in range(-4, 0):
         if len(shape) < -axis or shape[axis] == 1:
             pairs = pairs.any(axis, keepdim=True)

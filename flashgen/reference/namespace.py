@@ -1,7 +1,7 @@
-"""Torch as the array namespace in which operators state their meaning.
+"""Torch as the array namespace in which operators define their meaning.
 
-In: torch tensors (bool, int64 or floating). Out: the same, differentiable by autograd. Does NOT know
-operators or expressions; see ``ArrayNamespace`` in ``ir/operators_base.py`` for what is asked of it.
+In: torch tensors (bool, int64 or floating). Out: torch tensors, differentiable by autograd. Knows no operators and no
+expressions; ``ArrayNamespace`` in ``ir/operators_base.py`` is the protocol.
 """
 
 from __future__ import annotations
@@ -71,5 +71,5 @@ def _tensor(x: Value, like: Value) -> Tensor:
 
 
 def _like(x: Value, other: Value) -> Value:
-    """A Python number that stands beside a tensor, as a tensor: a plain one may overflow in float16."""
+    """A Python number beside a tensor, as a tensor of its type: a plain number may overflow in float16."""
     return _tensor(x, other) if isinstance(other, Tensor) and other.is_floating_point() else x

@@ -53,14 +53,14 @@ def philox(counter: Words, key: tuple[int | Tensor, int | Tensor]) -> Words:
 
 
 def drop_threshold(probability: float) -> int:
-    """A pair is dropped where its number is below this: round(p * 2**15), of p in (0, 1) from 1 to 2**15 - 1."""
+    """A pair is dropped where its number is below round(p * 2**15), which for p in (0, 1) is 1 to 2**15 - 1."""
     if probability == 0.0:
         return 0
     return min(max(round(probability * _NUMBERS), 1), _NUMBERS - 1)
 
 
 def survivor_scale(threshold: int) -> float:
-    """What survivors are multiplied by, so that a pair's mean is that without dropout."""
+    """The factor of survivors, by which the mean of a weight is that without dropout."""
     return _NUMBERS / (_NUMBERS - threshold)
 
 

@@ -27,7 +27,7 @@ from torch.autograd import forward_ad
 
 
 class Place(Enum):
-    """What of a tensor belongs to a slice: rows like those of q, like those of k, sums of rows like lse, or all."""
+    """How a tensor is divided into slices: by rows like q, by rows like k, by sums of rows like lse, or not at all."""
 
     QUERIES = "queries"
     KEYS = "keys"
@@ -37,7 +37,7 @@ class Place(Enum):
 
 @dataclass(frozen=True)
 class Reverse:
-    """Gradients of the inputs ``wanted``, of what arrives at the outputs ``arriving``."""
+    """A reverse step: gradients of the inputs ``wanted``, from gradients of the outputs ``arriving``."""
 
     wanted: tuple[int, ...]
     arriving: tuple[int, ...]
@@ -45,13 +45,13 @@ class Reverse:
 
 @dataclass(frozen=True)
 class Forward:
-    """Tangents of all outputs, of tangents of the inputs ``moving``."""
+    """A forward step: tangents of all outputs, from tangents of the inputs ``moving``."""
 
     moving: tuple[int, ...]
 
 
 class Of(Enum):
-    """What an output of a ``TangentGradient`` belongs to: an input, the tangent of an input, or what arrives."""
+    """The input, tangent of an input, or arriving gradient by which an output of ``TangentGradient`` differentiates."""
 
     INPUT = "input"
     TANGENT = "tangent"
@@ -60,12 +60,13 @@ class Of(Enum):
 
 @dataclass(frozen=True)
 class TangentGradient:
-    """Second order as the gradient of a tangent: of Σ arriving · t(output), as inputs move.
+    """Second derivatives as the gradient of a tangent: of Σ arriving · t(output), for inputs with tangents.
 
-    A gradient's own gradient, in directions gg, is one, as Σ gg · gradient = Σ arriving · t(output) by gg; it moves by
-    arriving as t(output). So is the tangent of a gradient, and what arrives may have a tangent there: its own gradient
-    is added. ``moving`` and ``arriving`` say where among the values the tangents of inputs lie, by these, and what
-    arrives by outputs; ``more`` where the tangents of the latter lie. ``outputs``: what each is of, with its number.
+    The gradient of a gradient in directions gg is of this form, as Σ gg · gradient = Σ arriving · t(output) where gg
+    are the tangents. So is the tangent of a gradient; arriving gradients may have tangents there, whose own gradient is
+    added. ``moving`` and ``arriving`` are the indices, among the values, of the tangents of inputs and of the arriving
+    gradients; ``more`` those of the tangents of the latter. ``outputs``: what each output is the gradient of, with its
+    number.
     """
 
     moving: Mapping[int, int]
@@ -88,16 +89,16 @@ class Program:
     steps: tuple[Reverse | Forward, ...] = ()
 
     def reverse(self, wanted: Sequence[int], arriving: Sequence[int]) -> Program:
-        """Its vector-Jacobian product: the inputs, then what arrives, to the gradients of ``wanted``."""
+        """The vector-Jacobian product: from the inputs and arriving gradients to the gradients of ``wanted``."""
         return Program(self.inputs, self.outputs, (*self.steps, Reverse(tuple(wanted), tuple(arriving))))
 
     def forward(self, moving: Sequence[int]) -> Program:
-        """Its Jacobian-vector product: the inputs, then tangents of ``moving``, to tangents of the outputs."""
+        """The Jacobian-vector product: from the inputs and tangents of ``moving`` to tangents of the outputs."""
         return Program(self.inputs, self.outputs, (*self.steps, Forward(tuple(moving))))
 
     @property
     def moved(self) -> tuple[int, ...] | None:
-        """Where it is forward mode of what nothing else differentiates, the inputs that move; else None."""
+        """The inputs with tangents, if the program is forward mode of the undifferentiated function; else None."""
         match self.steps:
             case (Forward(moving=moving),):
                 return moving
@@ -105,7 +106,7 @@ class Program:
 
     @property
     def gradient_of_tangent(self) -> TangentGradient | None:
-        """The same program as a gradient of tangents, where its two steps are such; else None."""
+        """The program as the gradient of a tangent, if its two steps are of that form; else None."""
         count = len(self.inputs)
 
         def of(n: int, behind: Of, names: Sequence[int]) -> tuple[Of, int]:
@@ -130,7 +131,7 @@ class Program:
         return None
 
     def taken(self, of_inputs: Sequence[Any], of_outputs: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What belongs to all inputs and all outputs, of what belongs to those that nothing differentiates."""
+        """The inputs and outputs of the program, from those of the undifferentiated function."""
         ins, outs = tuple(of_inputs), tuple(of_outputs)
         for step in self.steps:
             if isinstance(step, Reverse):
@@ -141,11 +142,10 @@ class Program:
 
     @property
     def places(self) -> tuple[tuple[Place, ...], tuple[Place, ...]]:
-        """The places of all inputs and outputs."""
         return self.taken(self.inputs, self.outputs)
 
     def run(self, function: Function, values: Values) -> tuple[Tensor, ...]:
-        """The outputs of one slice, of which ``function`` is what nothing differentiates."""
+        """The outputs for one slice; ``function`` is the undifferentiated function."""
         return _run(self.steps, function, values)
 
 
@@ -220,12 +220,12 @@ def _forward_by_reverse(
 
 
 def _is_watched(*values: Values) -> bool:
-    """Whether a step above differentiates by any of these."""
+    """Whether an outer step differentiates by any of these tensors."""
     return any(isinstance(x, Tensor) and x.requires_grad for each in values for x in each)
 
 
 def _leaf(x: Tensor) -> Tensor:
-    """Something to differentiate by; ``x`` itself where a step above does so, too. Tangents stay."""
+    """A leaf of autograd; ``x`` itself where an outer step differentiates by it, too. Tangents are kept."""
     if x.requires_grad:
         return x
     with torch.no_grad():
@@ -234,7 +234,7 @@ def _leaf(x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _dual_level() -> Iterator[None]:
-    """Dual numbers, on the level that is there, if any: there cannot be another."""
+    """The level of dual numbers, an open one if there is any: PyTorch has only one."""
     with forward_ad._set_fwd_grad_enabled(True):
         if forward_ad._current_level >= 0:
             yield

@@ -1,7 +1,7 @@
-"""Where the tensors of a call lie in the whole problem, and the sizes that follow.
+"""The offsets of a call in the whole problem, and the sizes that follow.
 
-In: the local shapes and the op's offsets. Out: ``Shard``, which maps local indices to the global ones that
-a spec speaks of. With the defaults the call is the whole.
+In: the local shapes and the op's offsets. Out: ``Shard``, which maps local indices to the global ones of a spec. By
+default the call is the whole problem.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ class Shard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there is no other part."""
         return not any(self._starts) and self.totals() == self._lengths
 
     @property
@@ -56,11 +55,10 @@ class Shard:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no pair at all."""
         return 0 in self._lengths
 
     def totals(self) -> tuple[int, int, int, int]:
-        """What B, H, Nq and Nk mean."""
+        """The values of B, H, Nq and Nk."""
         return (
             self.b_start + self.batch if self.b_total is None else self.b_total,
             self.h_start + self.heads if self.h_total is None else self.h_total,
@@ -92,7 +90,7 @@ class Shard:
         )
 
     def of_keys(self, keys: range) -> Shard:
-        """The same with a local range of its keys."""
+        """A part of this shard: a local range of its keys."""
         return replace(self, kv_len=len(keys), kv_start=self.kv_start + keys.start, kv_total=self.totals()[3])
 
     def check(self) -> None:

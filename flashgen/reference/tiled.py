@@ -1,8 +1,8 @@
 """Attention in slices: the dense formula over one block of rows at a time, and its derivatives of any order.
 
-In: what ``dense.attention`` takes. Out: ``forward``, ``backward`` and ``derive`` without autograd, in memory linear in
-the lengths: derivatives compute each slice again. A slice is a shard, so that masks, biases and dropout agree
-with the whole; keys that it does not keep are left out. Computes in float32 at least, whatever the tensors hold.
+In: the arguments of ``dense.attention``. Out: ``forward``, ``backward`` and ``derive`` without autograd, in memory
+linear in the lengths: derivatives compute each slice again. A slice is a shard, so that masks, biases and dropout agree
+with the whole; keys that no row of a slice keeps are left out. Computes in float32 at least.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def backward(
 ) -> list[Tensor | None]:
     """The gradient of each of ``problem.inputs`` that ``needs`` asks for, in ``compute``; else None.
 
-    ``whole``: what arrives is of rows that these keys are a part of.
+    ``whole``: o and lse of rows over more keys than the problem's, of which the problem is a part.
     """
     inputs = problem.inputs
     if whole is not None:
@@ -107,7 +107,7 @@ def backward(
 
 
 def program_of(spec: AttentionSpec, inputs: int) -> Program:
-    """Attention as a program of q, k, v, and what else there is: o, and lse where there is one."""
+    """Attention as a program: from q, k, v, tensors and params to o, and lse where the weights have one."""
     first = (Place.QUERIES, Place.KEYS, Place.KEYS)
     outputs = (Place.QUERIES, Place.SUMS) if spec.weights.form.normalised else (Place.QUERIES,)
     return Program((*first, *(Place.WHOLE for _ in range(inputs - len(first)))), outputs)
@@ -116,8 +116,8 @@ def program_of(spec: AttentionSpec, inputs: int) -> Program:
 def derive(problem: Problem, program: Program, values: Sequence[Any], totals: Sequence[Tensor]) -> None:
     """Add the outputs of a program to ``totals``, slice by slice; these are in ``compute``.
 
-    ``values`` are the inputs of the program, which begin with those of the problem; None stands for a param that is
-    not given. What lies behind the problem's own inputs is not looked at.
+    ``values`` are the inputs of the program, beginning with those of the problem; None stands for a param that is not
+    given.
     """
     places, outputs = program.places
     values = [_wide(x, problem.compute) if place is Place.WHOLE else x for place, x in zip(places, values, strict=True)]
@@ -131,7 +131,7 @@ def derive(problem: Problem, program: Program, values: Sequence[Any], totals: Se
 
 
 def _wide(x: Any, dtype: torch.dtype) -> Any:
-    """A value that nothing differentiates yet: what a caller differentiates by is no matter of a slice."""
+    """An undifferentiated value in the precision of the computation, detached from the caller's graph."""
     return x.detach().to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
@@ -148,7 +148,7 @@ def _of_part(
     d_o: Tensor,
     d_lse: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """What reaches o and lse of some of a row's keys, of what reaches those of all: o = Σ exp(lse' - lse) o'."""
+    """The gradients of o and lse over some of a row's keys, from those over all keys: o = Σ exp(lse' - lse) o'."""
     (o, lse), (all_o, all_lse) = (x.detach() for x in own), whole
     assert all_o is not None
     assert all_lse is not None
@@ -169,7 +169,7 @@ class _Slice:
     columns: tuple[slice, slice, slice]
 
     def cut(self, place: Place, x: Any) -> Any:
-        """What a value is to this slice: a view of rows or keys, everything of the rest."""
+        """The part of a value that the slice uses: a view of its rows or keys, or the value if it is not divided."""
         if place is Place.WHOLE or x is None:
             return x
         return x[self.columns if place is Place.KEYS else self.rows]
@@ -197,7 +197,7 @@ def _slices(problem: Problem) -> Iterator[_Slice]:
 
 
 def _kept_keys(problem: Problem, part: Shard) -> range:
-    """The keys from the first to the last that mask and layout keep for any row of a part; one at least."""
+    """The keys from the first to the last that mask and layout keep for any row of a part; at least one key."""
     spec = problem.spec
     if spec.layout is None and spec.mask == literal(value=True):
         return range(part.kv_len)

@@ -1,4 +1,6 @@
-"""What a form of weights says of a row, over tensors. In: a ``Form`` and tensors. Out: tensors, differentiable."""
+"""The sums of a row of weights, over tensors. In: a form of weights (``ir/weights.py``) and tensors. Out: tensors,
+differentiable.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +15,17 @@ from flashgen.reference.namespace import TorchNamespace
 
 
 def term(form: Form, weight: Tensor) -> Tensor:
-    """What each weight adds to its row's total."""
+    """The term that each weight adds to its row's total."""
     return value_of(form.term, {WEIGHT: weight}, weight)
 
 
 def denominator(form: Form, total: Tensor) -> Tensor:
-    """Z of each total."""
+    """The denominator Z for each total."""
     return value_of(form.denominator, {TOTAL: total}, total)
 
 
 def value_of(formula: Expr | None, values: Mapping[Expr, Tensor], like: Tensor) -> Tensor:
-    """A formula of a form, of these values, in the type of ``like``."""
+    """The value of a formula of a form of weights, in the type of ``like``."""
     match formula:
         case Literal(value=value):
             return like.new_full((), float(value))

@@ -41,7 +41,7 @@ _SEQUENCES = (size("Nq"), size("Nk"))
 
 
 def sizes_of(shape: Shape, head_dim: HeadDim) -> dict[str, int]:
-    """``B``, ``H``, ``Nq``, … of a call that is no shard."""
+    """The sizes ``B``, ``H``, ``Nq``, … of a call that is the whole problem."""
     return Shard(shape.batch, shape.heads, shape.kv_heads, shape.q_len, shape.kv_len).sizes(head_dim.qk, head_dim.v)
 
 
@@ -54,7 +54,7 @@ def tensor_shape(tensor: CapturedTensor, shape: Shape, head_dim: HeadDim) -> tup
 def random_captured(
     spec: AttentionSpec, tensor: CapturedTensor, shape: Shape, head_dim: HeadDim, generator: torch.Generator
 ) -> Tensor:
-    """One captured tensor at these sizes: ids that index lie inside what they index, those along a sequence in runs."""
+    """One random tensor: indices lie inside their dimension, ids along a sequence come in runs."""
     extents = tensor_shape(tensor, shape, head_dim)
     dtype = TORCH_DTYPES[tensor.element]
     if tensor.element is ElementType.BOOL:
@@ -76,7 +76,7 @@ def random_captured(
 
 
 def _numbers_of_blocks(select: Select, shape: Shape, extents: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Lists of key blocks, some of them short: any, some twice, some in front of the first and behind the last."""
+    """Lists of random key blocks, some short; some numbers are repeated, negative, or beyond the last block."""
     blocks = -(-shape.kv_len // select.block)
     # What is drawn behind them does not follow from how long they are.
     own = torch.Generator().manual_seed(int(torch.randint(2**31, (), generator=generator)))
@@ -104,7 +104,6 @@ class _Drawing:
     _cuts: dict[int, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     def values(self, tensor: CapturedTensor) -> Tensor:
-        """One tensor."""
         extents = tensor_shape(tensor, self.shape, self.head_dim)
         generator = torch.Generator().manual_seed(self.seed + self.spec.tensors.index(tensor))
         found = None
@@ -134,13 +133,13 @@ class _Drawing:
         return kept ^ self._hides(loads)
 
     def _hides(self, loads: tuple[Load, ...]) -> bool:
-        """Whether a pair is left out where the tensor is true, as where it marks padding."""
+        """Whether the mask drops a pair where the tensor is true, as with padding."""
         return simplify(substitute(_keep(self.spec), {each: literal(value=True) for each in loads})) == literal(
             value=False
         )
 
     def _selected(self, select: Select, extents: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        """Lists as a model learns them: the first block, those near the query, and others that its neighbours have."""
+        """Lists such as a model learns: the first block, blocks near the query, and some that neighbours share."""
         blocks = -(-self.shape.kv_len // select.block)
         numbers = torch.randint(0, blocks, (*extents[:-2], 1, extents[-1]), generator=generator).expand(extents).clone()
         rows = extents[-2] if len(extents) > 1 else 1
@@ -173,7 +172,7 @@ class _Drawing:
         return torch.randint((longest + 1) // 2, longest + 1, extents, generator=generator)
 
     def _along(self, tensor: CapturedTensor, extents: tuple[int, ...], limit: int | None) -> Tensor:
-        """What stands at each position of a sequence: its document, or where that starts or ends."""
+        """For each position of a sequence its document, or where the document starts or ends."""
         rows, length = math.prod(extents[:-1]), extents[-1]
         cuts = self._document_ends(rows, length)
         if limit is not None:
@@ -190,7 +189,7 @@ class _Drawing:
         return (starts if bound.op in ("le", "ge") else starts - 1).view(extents)
 
     def _document_ends(self, rows: int, length: int) -> Tensor:
-        """[rows, documents]: the position after the last of each; at the same shares of any length."""
+        """[rows, documents]: the position after the end of each document; at the same fractions of any length."""
         if rows not in self._cuts:
             generator = torch.Generator().manual_seed(self.seed)
             count = _documents(max(self.shape.q_len, self.shape.kv_len))
@@ -199,7 +198,7 @@ class _Drawing:
         return (self._cuts[rows] * length).round().long().contiguous()
 
     def _ends(self, bounds: tuple[Apply, ...]) -> bool:
-        """Whether nothing is kept where the comparisons do not hold."""
+        """Whether the mask keeps nothing where the comparisons do not hold."""
         off: dict[Expr, Expr] = {each: literal(value=False) for each in bounds}
         return simplify(substitute(_keep(self.spec), off)) == literal(value=False)
 
@@ -209,14 +208,14 @@ def _documents(length: int) -> int:
 
 
 def _runs(extents: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """True up to a length between half of the last dimension and all of it."""
+    """True up to a random length between half of the last dimension and all of it."""
     length = extents[-1]
     lengths = torch.randint((length + 1) // 2, length + 1, (*extents[:-1], 1), generator=generator)
     return torch.arange(length).expand(extents) < lengths
 
 
 def _tree(count: int, generator: torch.Generator) -> Tensor:
-    """[count, count]: whether the second is the first or one of its ancestors; parents come before their children."""
+    """[count, count]: whether the second node is the first or an ancestor of it; parents come before their children."""
     ancestors = torch.eye(count, dtype=torch.bool)
     for node in range(1, count):
         parent = int(torch.randint(max(0, node - 4), node, (), generator=generator))
@@ -225,7 +224,7 @@ def _tree(count: int, generator: torch.Generator) -> Tensor:
 
 
 def _blocks(extents: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Blocks within one of the diagonal, the first row and column, and some others, as BigBird has them."""
+    """Blocks next to the diagonal, the first row and column, and some random blocks, as BigBird has them."""
     rows, columns = (torch.arange(extent) for extent in extents[-2:])
     near = (rows[:, None] * extents[-1] // extents[-2] - columns).abs() <= 1
     kept = near | (rows == 0)[:, None] | (columns == 0)
@@ -237,7 +236,7 @@ def _keep(spec: AttentionSpec) -> Expr:
 
 
 def _loads(spec: AttentionSpec, name: str) -> tuple[Load, ...]:
-    """Where mask and layout read a tensor."""
+    """The loads of a tensor in the mask and the layout."""
     return tuple(node for node in walk(_keep(spec)) if isinstance(node, Load) and node.tensor == name)
 
 
@@ -249,7 +248,7 @@ def _are_blocks(loads: tuple[Load, ...]) -> bool:
 
 
 def _bounds(spec: AttentionSpec, name: str) -> tuple[Apply, ...]:
-    """The comparisons of a value of a tensor with what is none of its values."""
+    """The comparisons between values of a tensor and other values."""
     return tuple(
         node
         for node in walk(_keep(spec))
@@ -266,7 +265,6 @@ def _is_upper(bound: Apply, name: str) -> bool:
 
 
 def _reads(expr: Expr, name: str) -> bool:
-    """Whether an expression reads a tensor."""
     return any(isinstance(node, Load) and node.tensor == name for node in walk(expr))
 
 

@@ -41,7 +41,7 @@ _STEP = torch.finfo(torch.bfloat16).eps  # lse is a float32, but sums of product
 
 @dataclass(frozen=True)
 class F8Row:
-    """One result of one case."""
+    """The distances of one result (o or lse) of one case."""
 
     tensor: str
     error: float
@@ -52,13 +52,13 @@ class F8Row:
 
     @property
     def ok(self) -> bool:
-        """Whether what the op adds to the rounding of its inputs is within tolerance."""
+        """Whether the error that the op adds to the rounding of its inputs is within tolerance."""
         return self.rounding <= self.tolerance
 
 
 @dataclass(frozen=True)
 class F8Case:
-    """The results at one head dimension and shape; ``wide``: the type beside that of 8 bits."""
+    """The results at one head dimension and shape; ``wide`` is the type that calls of 8 bits are compared with."""
 
     head_dim: HeadDim
     shape: Shape
@@ -75,7 +75,7 @@ def verify_f8(op: AttentionOp, shapes: Sequence[Shape], *, seed: int = 0, device
 
 
 def wide_of(op: AttentionOp) -> ElementType:
-    """The type of the calls that those of 8 bits stand beside."""
+    """The type that calls of 8 bits are compared with."""
     return next(each for each in _WIDE if op.spec.dtypes is None or each in op.spec.dtypes)
 
 
@@ -83,7 +83,8 @@ def rows_of(op: AttentionOp, inputs: Inputs) -> tuple[F8Row, ...]:
     """The rows for inputs in float32."""
     kv_heads = inputs.k.shape[1]
     factors = [fitting_factors(x, kv_heads) for x in inputs.rows]
-    narrow = _with(inputs, [to_8_bits(x, _by_head(each, x)) for x, each in zip(inputs.rows, factors, strict=True)])
+    by_head = [each.repeat_interleave(x.shape[1] // kv_heads, 1) for x, each in zip(inputs.rows, factors, strict=True)]
+    narrow = _with(inputs, [to_8_bits(x, each) for x, each in zip(inputs.rows, by_head, strict=True)])
     descales = dict(zip(("q_descale", "k_descale", "v_descale"), factors, strict=True))
     wide = _with(inputs, [x.to(TORCH_DTYPES[wide_of(op)]) for x in inputs.rows])
     with torch.no_grad():
@@ -127,10 +128,6 @@ def _names(op: AttentionOp) -> tuple[str, ...]:
 def _with(inputs: Inputs, rows: Sequence[Tensor]) -> Inputs:
     q, k, v = rows
     return replace(inputs, q=q, k=k, v=v)
-
-
-def _by_head(factors: Tensor, x: Tensor) -> Tensor:
-    return factors.repeat_interleave(x.shape[1] // factors.shape[1], 1)
 
 
 def _by_one_factor(x: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ class HbmBytes:
 
 
 def hbm_bytes(op: AttentionOp, inputs: Inputs, counted: Sequence[Counted]) -> Mapping[str, HbmBytes]:
-    """The first call of each pass; nothing where nothing was counted."""
+    """The bytes of the first call of each pass; empty where nothing was counted."""
     found: dict[str, HbmBytes] = {}
     for each in counted:
         if each.name not in found:
@@ -44,7 +44,7 @@ def hbm_bytes(op: AttentionOp, inputs: Inputs, counted: Sequence[Counted]) -> Ma
 
 
 def _predicted(op: AttentionOp, inputs: Inputs, each: Counted) -> int:
-    """Those of a pass, from the very plan that it ran."""
+    """The predicted bytes of a pass, from the plan that it ran."""
     variant, plan, values = each.variant, each.ran.plan, each.values
     tiles = plan.own
     if variant.listed is not None:
@@ -59,13 +59,13 @@ def _predicted(op: AttentionOp, inputs: Inputs, each: Counted) -> int:
 
 
 def _spec_of_rows(spec: AttentionSpec, ran: AttentionSpec) -> AttentionSpec:
-    """That of a pass, with its lists: the op's own, or the one whose rows are the heads of a group."""
+    """The spec of a pass with lists: the op's own, or the one whose rows are the heads of a group."""
     found = re.fullmatch(rf"{re.escape(spec.name)}_by_([0-9]+)", ran.name)
     return spec if found is None else by_groups(spec, int(found[1]), narrow=False)
 
 
 def _numbers(op: AttentionOp, inputs: Inputs, values: Mapping[str, float]) -> Any:
-    """The lists of the queries of a call."""
+    """The lists of a call's queries."""
     params = {each.name: values[param_field(each.name)] for each in op.spec.params}
     whole = numbers_of_queries(op.spec, inputs.captured, _sizes(values), params)
     group = int(values["heads"]) // int(values["kv_heads"])

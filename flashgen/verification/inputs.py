@@ -48,7 +48,6 @@ class Inputs:
 
     @property
     def rows(self) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v."""
         return self.q, self.k, self.v
 
     @property
@@ -57,7 +56,7 @@ class Inputs:
         return {**self.captured, **self.params}
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> Inputs:
-        """The same with every tensor changed; params that are tensors too, as those of a module are."""
+        """The arguments with every tensor changed, also params that are tensors, as those of a module are."""
         return Inputs(
             q=change(self.q),
             k=change(self.k),
@@ -69,7 +68,6 @@ class Inputs:
         )
 
     def to(self, device: str) -> Inputs:
-        """The same arguments on a device."""
         return self.mapped(lambda x: x.to(device))
 
     def differentiable(self, spec: AttentionSpec) -> dict[str, Tensor]:
@@ -96,7 +94,7 @@ def random_inputs(
 ) -> Inputs:
     """Arguments for one call at these sizes; the same for the same seed.
 
-    ``realistic``: captured tensors such as users have, for times; noise meets more of what can be wrong.
+    ``realistic``: captured tensors such as users have, for timings; noise reaches more kinds of tiles.
     """
     generator = torch.Generator().manual_seed(seed)
     params = _params(spec, sizes_of(shape, head_dim))
@@ -122,9 +120,9 @@ def random_inputs(
 def _size_of_elements(
     spec: AttentionSpec, shape: Shape, head_dim: HeadDim, params: Mapping[str, Tensor | float | int]
 ) -> float:
-    """The size of the elements of q and k at which s = τ q·k (or ‖q - k‖² / 2, where it is used) is of size 1.
+    """The standard deviation of q and k at which s = τ q·k (or ‖q - k‖² / 2, where it is used) has one of 1.
 
-    Far larger scores make a softmax that picks one key, and gradients in which everything cancels.
+    Far larger scores make a softmax that picks one key, and gradients that cancel.
     """
     given = {name: float(value) for name, value in params.items()}
     scale = abs(scale_factor(spec, given, sizes_of(shape, head_dim)))
@@ -157,9 +155,9 @@ def accepts(spec: AttentionSpec, shape: Shape) -> bool:
 
 
 def fitting(spec: AttentionSpec, shape: Shape, *, pairs: int = 2**22) -> Shape:
-    """The nearest shape that the spec accepts: the batch doubled, then both lengths halved, as often as it takes.
+    """The nearest shape that the spec accepts: the batch doubled, then both lengths halved, as often as needed.
 
-    Lengths are halved too while there are more than this many pairs. Where nothing fits the shape itself comes back.
+    Lengths are also halved while there are more pairs than the limit. Where no shape fits, the given one is returned.
     """
     tried = shape
     while True:
@@ -174,7 +172,7 @@ def fitting(spec: AttentionSpec, shape: Shape, *, pairs: int = 2**22) -> Shape:
 
 
 def _params(spec: AttentionSpec, sizes: Mapping[str, int]) -> dict[str, Tensor | float | int]:
-    """Required params: 1, or half the keys. Those that take a gradient: a tensor. For the others the default holds."""
+    """Values of required params (1, or half the keys), and tensors for params with gradients; else defaults hold."""
     given: dict[str, float] = {
         param.name: 1.0 if param.type is ScalarType.FLOAT else max(sizes["Nk"] // 2, 1)
         for param in spec.params

@@ -1,9 +1,9 @@
-"""Derivatives of the second order, of an operator and of the formula alike.
+"""Second derivatives, of an operator and of the formula alike.
 
 In: a function of the tensors that are differentiated by. Out: tangents of its results in one direction, and the
-gradients of its gradients, taken in another; both the same for the same seed.
+gradients of its gradients in another; directions follow from the seed.
 
-    t_o, t_lse                  what o and lse change by, as all inputs change at once
+    t_o, t_lse                  tangents of o and lse, where all inputs have tangents
     ddq, ddk, …, dd_o, dd_lse   gradients of Σ r · (dq, dk, …) by q, k, …, and by the gradients of o and lse
 """
 
@@ -27,7 +27,7 @@ def second_order(
     d_lse: Tensor | None,
     still: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """The results above. ``d_lse`` None: no gradient arrives there; ``still``: what has no tangent."""
+    """The second derivatives. ``d_lse`` None: no gradient arrives at lse; ``still``: inputs without a tangent."""
     moves = moves_of(learned, still)
     return {**_tangents(function, learned, moves), **_gradients_of_gradients(function, learned, d_o, d_lse)}
 
@@ -72,11 +72,11 @@ def _gradients_of_gradients(
 
 
 def moves_of(learned: Mapping[str, Tensor], still: Collection[str]) -> dict[str, Tensor]:
-    """A tangent for each tensor by name, but for those ``still``."""
+    """A tangent for each tensor by name, without those that are ``still``."""
     return {name: numbers_like(x, _TANGENTS + n) for n, (name, x) in enumerate(learned.items()) if name not in still}
 
 
 def numbers_like(x: Tensor, seed: int) -> Tensor:
-    """Normal numbers, the same on every device and in every type, but for rounding."""
+    """Normal numbers of the shape and type of ``x``, the same on every device and, but for rounding, in every type."""
     numbers = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
     return numbers.to(device=x.device, dtype=x.dtype)

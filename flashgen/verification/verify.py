@@ -59,7 +59,6 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Whether the error is within tolerance."""
         return self.error <= self.tolerance
 
 
@@ -79,7 +78,6 @@ class Case:
 
     @property
     def ok(self) -> bool:
-        """Whether every row is within tolerance."""
         return all(row.ok for row in self.rows)
 
 
@@ -139,7 +137,7 @@ def verify_case(
 
 
 def _derived_by(op: AttentionOp, inputs: Inputs) -> tuple[str, str]:
-    """The kernels of the second order of a call, or what takes their place."""
+    """The kernels that ran for second derivatives of a call, or what ran in their place."""
     told = op.explain(inputs.q, inputs.k, inputs.v, seed=DROPOUT_SEED, **inputs.named)
     other = "the formula by PyTorch's operators"
 
@@ -168,7 +166,7 @@ def first_order(function: Function, learned: Mapping[str, Tensor], d_o: Tensor, 
 
 
 def compare(op: AttentionOp, inputs: Sequence[Inputs], measured: _Measured = first_order) -> tuple[Row, ...]:
-    """The rows for several sets of inputs of one type, taken together."""
+    """The rows of a case, from several sets of inputs of one type together."""
     spec, dtype = op.spec, inputs[0].q.dtype
 
     def found(call: _Call, of: Inputs) -> dict[str, Tensor]:
@@ -198,7 +196,7 @@ def call_op(op: AttentionOp, q: Tensor, k: Tensor, v: Tensor, named: Mapping[str
 
 
 def of_learned(call: _Call, inputs: Inputs) -> Function:
-    """A call as a function of what is differentiated by."""
+    """A call as a function of the tensors that are differentiated by."""
 
     def function(learned: Mapping[str, Tensor]) -> Results:
         named = {name: learned.get(name, value) for name, value in inputs.named.items()}
@@ -208,11 +206,12 @@ def of_learned(call: _Call, inputs: Inputs) -> Function:
 
 
 def left_by_rounding(spec: AttentionSpec, inputs: Inputs, o: Tensor) -> dict[str, float]:
-    """What the error of the stored ``o`` leaves in each gradient, in the Frobenius norm, by its row's name.
+    """The error in each gradient, in the Frobenius norm, that follows from rounding the stored ``o``, by its row's
+    name.
 
     The derivative of a row's scores is P · (dP - delta), where delta = Σ_d dO_d O_d is formed from the stored O. With a
-    single key nothing is left of the difference but the gradient of lse, while PyTorch, whose P is exactly 1 there,
-    cancels without an error. As P ∂s = ∂lse, an error of delta is worth as much as that part of the gradient of lse.
+    single key only the gradient of lse is left of the difference. PyTorch, whose P is exactly 1 there, cancels without
+    an error. As P ∂s = ∂lse, an error of delta changes a gradient as much as that part of the gradient of lse.
     """
     if not spec.weights.form.normalised:
         return {}
@@ -286,7 +285,7 @@ def relative_error(value: Tensor, truth: Tensor) -> float:
 
 
 def norm(truth: Tensor) -> float:
-    """Its Frobenius norm, infinities and NaNs left out."""
+    """The Frobenius norm without infinities and NaNs."""
     return float(torch.linalg.vector_norm(truth[truth.isfinite()].double()))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from flashgen.cli import doctor
-from flashgen.cli.doctor import Finding, Report, examine
+from flashgen.cli.doctor import Finding, MachineReport, examine
 from tests.cli.helpers import Outcome, flashgen, flashgen_process
 
 ROOT = Path(__file__).parents[2]
@@ -87,7 +87,7 @@ ANSWERS: dict[str, Any] = {
 }
 
 
-def examined(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> tuple[dict[str, Finding], Report]:
+def examined(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> tuple[dict[str, Finding], MachineReport]:
     """What is found on a machine with an H200, but for what is changed: other answers, or a failure in words."""
     by_code = {doctor._QUESTIONS[name]: {**ANSWERS, **changed}[name] for name in ANSWERS}
 

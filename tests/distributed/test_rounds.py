@@ -10,11 +10,11 @@ import torch
 
 import flashgen
 from flashgen.distributed.blocks import Span, mask_of
-from flashgen.distributed.needs import Held, Needs, joined, needs_of
+from flashgen.distributed.gradient_sums import GradientSum, steps_of
+from flashgen.distributed.needed_keys import Held, NeededKeys, joined, needs_of
 from flashgen.distributed.partition import partition
 from flashgen.distributed.rounds import Rounds, rounds_of
 from flashgen.distributed.segments import Pace, overlaps
-from flashgen.distributed.sums import Total, steps_of
 
 SPECS = {
     "causal": "mask causal",
@@ -28,7 +28,7 @@ FAST = Pace(pair=1e-9, travel=0.0, copy=0.0, merge=1.0, call=1.0)
 COPIES = Pace(pair=0.0, travel=0.0, copy=1.0, merge=1.0, call=1.0)
 
 
-def _needs(name: str, world: int, method: str, length: int = 203) -> tuple[Needs, Held]:
+def _needs(name: str, world: int, method: str, length: int = 203) -> tuple[NeededKeys, Held]:
     op = flashgen.loads(f"attention rounds_{name} {{ head_dim 16 {SPECS[name]} }}", backend="reference")
     sizes = {"B": 1, "H": 1, "Hkv": 1, "Nq": length, "Nk": length}
     held = partition(op, length, world, method=method).spans
@@ -63,12 +63,12 @@ def test_each_row_sees_each_key_that_it_needs_once(name: str, method: str, at_on
                 assert _positions(parts) == list(range(len(keys)))
                 for part, at in unit.own:
                     assert [keys[n] for n in range(*part)] == rows[at[0] : at[1]]
-            for span, sights in zip(held[rank], needs.sights[rank], strict=True):
-                for sight in sights:
-                    for position in range(*sight.queries):
+            for span, query_runs in zip(held[rank], needs.query_runs[rank], strict=True):
+                for query_run in query_runs:
+                    for position in range(*query_run.queries):
                         row = rows.index(position)
                         assert len(seen[row]) == len(set(seen[row]))
-                        assert set(_positions(sight.keys)) <= set(seen[row]), (span, position)
+                        assert set(_positions(query_run.keys)) <= set(seen[row]), (span, position)
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "documents"])
@@ -134,7 +134,7 @@ def _count(which: Any) -> int:
 @pytest.mark.parametrize("seed", range(20))
 def test_parts_of_a_gradient_are_added_where_they_belong(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    total, wanted = Total(17), torch.zeros(2, 1, 2, 17, 3)
+    total, wanted = GradientSum(17), torch.zeros(2, 1, 2, 17, 3)
     for _ in range(int(torch.randint(0, 6, (), generator=generator))):
         first, last = sorted(torch.randint(0, 18, (2,), generator=generator).tolist())
         part = torch.randint(-8, 8, (2, 1, 2, last - first, 3), generator=generator).float()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashgen import flash
 from flashgen.flash import flash_attn_combine
-from flashgen.flash.options import Sizes, ask
+from flashgen.flash.options import CallSizes, plan_call
 
 from .test_dense import TOLERANCE
 
@@ -251,8 +251,8 @@ def test_rows_of_which_no_part_has_a_key() -> None:
 @pytest.mark.parametrize("scale", [None, 0.25, 16**-0.5])
 def test_the_usual_scale_is_a_constant_of_the_kernel(scale: float | None) -> None:
     q, k, v = (torch.randn(1, 5, 2, 16) for _ in range(3))
-    sizes = Sizes(batch=1, heads=2, width=16, v_width=16)
-    asked = ask(sizes, (0.0, scale, True, (-1, -1), 0.0, None, False, False), {})
+    sizes = CallSizes(batch=1, heads=2, width=16, v_width=16)
+    asked = plan_call(sizes, (0.0, scale, True, (-1, -1), 0.0, None, False, False), {})
     assert not asked.captured
     assert not asked.op.spec.params
     wanted, _ = exact((q, k, v), lambda i, j: j <= i)
@@ -261,6 +261,6 @@ def test_the_usual_scale_is_a_constant_of_the_kernel(scale: float | None) -> Non
 
 
 def test_another_scale_is_a_number_of_the_call() -> None:
-    sizes = Sizes(batch=1, heads=2, width=16, v_width=16)
-    asked = ask(sizes, (0.0, 0.3, True, (-1, -1), 0.0, None, False, False), {})
+    sizes = CallSizes(batch=1, heads=2, width=16, v_width=16)
+    asked = plan_call(sizes, (0.0, 0.3, True, (-1, -1), 0.0, None, False, False), {})
     assert asked.captured == {"scaling": 0.3}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashgen.distributed.blocks import cuts
-from flashgen.distributed.partial import Partial, Where
+from flashgen.distributed.partial import Offsets, Partial
 from flashgen.distributed.ring import Walk
 from flashgen.distributed.rounds import Round, Rounds, Unit
 from flashgen.distributed.segments import Segment
@@ -41,7 +41,9 @@ def in_parts(op: AttentionOp, count: int, wide: bool, q: Tensor, k: Tensor, v: T
         Unit(0, rows, starts[0], span, starts[1] + span[0], (((0, span[1] - span[0]), span),)) for span in spans
     )
     plan = Rounds((Segment(rows, starts[0], is_whole=False),), (Round(k.shape[2], units),))
-    walk = Walk(Partial(op, wide=wide), plan, None, Where(0, 0, starts[2], starts[3], *totals), repeatable, keeps=False)
+    walk = Walk(
+        Partial(op, wide=wide), plan, None, Offsets(0, 0, starts[2], starts[3], *totals), repeatable, keeps=False
+    )
     o, lse = walk.attend(tensors)
     if lse is not None and q.dtype is not torch.float64:
         lse = lse.float()

@@ -77,7 +77,7 @@ def attention_forward(
         query, key, value = _same_batch(query, key, value)
         batch = query.shape[0]
     sizes = (batch, count, q_length, kv_length)
-    asked = _Asked(sizes, scale_of(scaling, int(width)))
+    asked = _CallBuilder(sizes, scale_of(scaling, int(width)))
     bias = position_bias
     if attention_mask is None:
         causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
@@ -115,8 +115,8 @@ def attention_forward(
 
 
 @dataclass
-class _Asked:
-    """What a call keeps of [B, H, Nq, Nk] = ``sizes``, as conditions, and what these capture."""
+class _CallBuilder:
+    """The conditions of a mask over [B, H, Nq, Nk] = ``sizes``, and the values that they capture."""
 
     sizes: tuple[int, int, int, int]
     captured: dict[str, Any]
@@ -125,7 +125,7 @@ class _Asked:
     kinds: set[str] = field(default_factory=set)  # what the mask goes by: those of a LayerMask
 
     def order(self, causal: bool, sliding_window: int | None) -> None:
-        """What a layer says where there is no mask."""
+        """The mask of a layer that is given none: causal, and a sliding window."""
         if causal:
             q_length, kv_length = self.sizes[2:]
             if q_length not in (1, kv_length):
@@ -154,7 +154,7 @@ class _Asked:
         self.kinds |= mask.kinds
 
     def matrix(self, kept: Tensor) -> None:
-        """A mask of bools that a caller gives."""
+        """A mask of bools that the caller passes as a tensor."""
         shape = broadcast(tuple(kept.shape), self.sizes)
         self.conditions.append(element("allowed", shape))
         self.declarations.append(f"tensor allowed: bool[{', '.join(shape)}]")
@@ -188,7 +188,7 @@ _EIGHT_BITS = (
 
 
 def _same_batch(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Learned queries, or keys, of batch 1 for every batch entry."""
+    """Expand learned queries, or keys, of batch 1 to all batch entries."""
     batch = max(query.shape[0], key.shape[0])
     if min(query.shape[0], key.shape[0]) != 1:
         raise ValueError(f"'query' has {query.shape[0]} batch entries and 'key' has {key.shape[0]}")

@@ -1,8 +1,8 @@
-"""Which models go through transformers' attention interface, said when one is made or told to.
+"""Which models use transformers' attention interface; others refuse our name when they are made, or are told to use it.
 
-A model that does not has attention in code of its own, which never asks for the function of a registered name: it
-would run that code, and nobody would notice. What tells is the source of its classes, as for transformers' own
-``set_attn_implementation``: an attention module, and no look at the table of functions.
+A model that does not use the interface has attention code of its own, and would silently run that. It is recognised by
+the source of its classes, as in transformers' own ``set_attn_implementation``: there is an attention module, and no use
+of the table of functions.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _checked_everywhere(
 
 
 def _asked(config: Any, implementation: Any) -> Iterator[tuple[Any, Any]]:
-    """A config and those in it, with the implementation that each is to have; None: as it was."""
+    """Each config inside a config, with the implementation that it is to have; None: unchanged."""
     of_parts = implementation if isinstance(implementation, Mapping) else None
     yield config, implementation if of_parts is None else of_parts.get("")
     for key in config.sub_configs:
@@ -88,9 +88,9 @@ def _check(kind: type, name: Any) -> None:
 
 @functools.cache
 def _has_own_attention(kind: type) -> bool:
-    """Whether the code of a class, or of one that it is made of, has attention and does not ask the interface.
+    """Whether a class, or a base class, has attention code that does not use the interface.
 
-    What cannot be read, as in a notebook, is not judged.
+    Classes without readable source, as in a notebook, count as using it.
     """
     for each in filter(_is_model, kind.__mro__):
         try:
@@ -107,9 +107,7 @@ def _is_model(kind: type) -> bool:
 
 
 def _fill_tables(kind: type, name: str) -> None:
-    """Some parts of models look for a class in a table by the implementation (SAM's and GIT's): they keep attention of
-    their own, with a warning.
-    """
+    """Parts of models that choose a class by implementation (SAM, GIT) keep their own attention, with a warning."""
     for each in filter(_is_model, kind.__mro__):
         names = getattr(sys.modules.get(each.__module__), "__dict__", {})
         for classes in [x for key, x in names.items() if _TABLE.fullmatch(key) and isinstance(x, dict)]:

@@ -1,8 +1,8 @@
-"""Masks of layers: what transformers says with functions, padding and offsets, as the mask of a spec.
+"""Masks of layers: from transformers' mask functions, padding and offsets to the mask of a spec.
 
 In: the arguments of a mask function of ``AttentionMaskInterface``. Out: a ``LayerMask``: a condition in the language
-over captured tensors and params. transformers composes masks of closures that its own factories make; each factory is
-known here by the code of its closures. A function of anybody else is evaluated for every pair, by transformers.
+over captured tensors and params. transformers composes masks of closures that its factories make; each factory is
+recognised by the code of its closures. transformers evaluates any other function for every pair.
 """
 
 from __future__ import annotations
@@ -64,12 +64,11 @@ class LayerMask:
         return next((x.device for x in self.captured.values() if isinstance(x, Tensor)), None)
 
     def to(self, device: torch.device | str, *_: Any, **__: Any) -> LayerMask:
-        """The same mask with what it captures on another device."""
+        """The mask with its captured values on another device."""
         moved = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in self.captured.items()}
         return replace(self, captured=moved, matrix=lambda: self.dense().to(device), _kept=None)
 
     def contiguous(self) -> LayerMask:
-        """The mask itself."""
         return self
 
     def dense(self) -> Tensor:
@@ -144,7 +143,7 @@ def _made(
     attention_mask: Tensor | None,
     options: Mapping[str, Any],
 ) -> LayerMask | Tensor:
-    writer = _Writer(int(q_length), int(kv_length), q_offset, int(kv_offset))
+    writer = _MaskWriter(int(q_length), int(kv_length), q_offset, int(kv_offset))
 
     def matrix() -> Tensor:
         # A cache counts on in the offset that it gave; what was captured of it stays.
@@ -171,7 +170,7 @@ class _UnknownFunctionError(Exception):
     """A mask function that no factory of transformers made."""
 
 
-class _Writer:
+class _MaskWriter:
     """Writes the condition of one mask. Positions count from the first key that the layer holds."""
 
     def __init__(self, q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int) -> None:
@@ -182,7 +181,7 @@ class _Writer:
         self.kinds: set[str] = set()
 
     def capture(self, kind: str, value: Any) -> str:
-        """The name of a captured value."""
+        """Declare a captured value; returns its name."""
         count = sum(name.rstrip("0123456789") == kind for name in self.captured)
         name = f"{kind}{count or ''}"
         self.declarations.append(_FORMS[kind].format(name))
@@ -208,7 +207,7 @@ class _Writer:
         raise _UnknownFunctionError
 
     def with_padding(self, condition: str, attention_mask: Tensor | None, batch: int) -> str:
-        """The same without padding. The bounds let kernels skip tiles; ``keys`` has the holes in between."""
+        """The condition without padded keys. Bounds let kernels skip tiles; ``keys`` has the holes between them."""
         if attention_mask is None:
             return condition
         if attention_mask.dim() != 2 or attention_mask.shape[0] != batch:
@@ -226,7 +225,7 @@ class _Writer:
         return conjunction((condition, padding))
 
     def local(self, x: Tensor, missing: Any) -> Tensor:
-        """Of one value for each position, those of the keys that the layer holds."""
+        """The part of a tensor of positions that belongs to the keys of the layer."""
         lacking = self.kv_offset + self.kv_length - x.shape[1]
         if lacking > 0:
             x = pad(x, (0, lacking), value=missing)
@@ -324,15 +323,15 @@ _REMAPPED = masking_utils.remap_positions_for_packed_sequence(masking_utils.caus
 _BOTH, _EITHER = masking_utils.and_masks().__code__, masking_utils.or_masks().__code__
 _BY_DIFFERENCES = (_CAUSAL, _BIDIRECTIONAL, _SLIDING, _SLIDING_BIDIRECTIONAL)
 _WRITERS: tuple[tuple[CodeType, Callable[..., str]], ...] = (
-    (_CAUSAL, _Writer.causal),
-    (_BIDIRECTIONAL, _Writer.bidirectional),
-    (_SLIDING, _Writer.sliding),
-    (_SLIDING_BIDIRECTIONAL, _Writer.sliding_bidirectional),
-    (masking_utils.chunked_overlay(1, _IDS).__code__, _Writer.chunked),
-    (masking_utils.blockwise_overlay(_IDS).__code__, _Writer.blockwise),
-    (masking_utils.padding_mask_function(_IDS).__code__, _Writer.padding),
-    (_PACKED, _Writer.packed),
-    (_REMAPPED, _Writer.remapped),
-    (_BOTH, _Writer.both),
-    (_EITHER, _Writer.either),
+    (_CAUSAL, _MaskWriter.causal),
+    (_BIDIRECTIONAL, _MaskWriter.bidirectional),
+    (_SLIDING, _MaskWriter.sliding),
+    (_SLIDING_BIDIRECTIONAL, _MaskWriter.sliding_bidirectional),
+    (masking_utils.chunked_overlay(1, _IDS).__code__, _MaskWriter.chunked),
+    (masking_utils.blockwise_overlay(_IDS).__code__, _MaskWriter.blockwise),
+    (masking_utils.padding_mask_function(_IDS).__code__, _MaskWriter.padding),
+    (_PACKED, _MaskWriter.packed),
+    (_REMAPPED, _MaskWriter.remapped),
+    (_BOTH, _MaskWriter.both),
+    (_EITHER, _MaskWriter.either),
 )

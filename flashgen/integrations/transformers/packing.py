@@ -39,7 +39,7 @@ def packed(q_ends: Tensor, k_ends: Tensor, lengths: tuple[int, int], *, is_order
 
 
 def _is_remembered(ends: Any) -> bool:
-    """Whether a change of the numbers is noticed; in graphs they are looked at each time."""
+    """Whether later changes of the numbers can be noticed; graphs compute them each time."""
     if torch.compiler.is_compiling() or ends.is_inference():
         return False
     return not (ends.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -1,7 +1,7 @@
-"""Gradients of which calls found parts, each of some rows: they are added up, and rounded once.
+"""Sums of gradients, of which each call computed a part for some rows; each sum is rounded once.
 
-In: spans of rows, and what was found for them. Out: the sums, in the tensors that they belong to. In which order parts
-are added follows from their spans, so that sums repeat, and is found once.
+In: parts, and the spans of rows that they belong to. Out: the sums, in the gradient tensors. The order of additions
+follows from the spans alone, so that sums repeat, and is cached.
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ import torch
 from torch import Tensor
 
 from flashgen.distributed.blocks import Span, moved
-from flashgen.distributed.rounds import Which
+from flashgen.distributed.rounds import RowSelection
 
-# Rows of one tensor, or of gradients of k and of v: [..., n, width] each.
+# One tensor, or the gradients of k and v: [..., n, width] each.
 Tensors = tuple[Tensor, ...]
 
 
 @functools.lru_cache(maxsize=256)
 def steps_of(spans: tuple[Span, ...], length: int) -> tuple[tuple[Span, tuple[int, ...]], ...]:
-    """Runs of rows, ascending, each with the numbers of the parts that have all of it.
-
-    Sums have one order, whatever comes first: the longest.
-    """
+    """Runs of rows, ascending, each with the numbers of the parts that cover it, the longest part first."""
     order = sorted(range(len(spans)), key=lambda number: spans[number][0] - spans[number][1])
     ends = sorted({0, length, *(end for span in spans for end in span)})
     return tuple(
@@ -33,21 +30,21 @@ def steps_of(spans: tuple[Span, ...], length: int) -> tuple[tuple[Span, tuple[in
     )
 
 
-class Total:
-    """The sum of what calls found for rows of tensors, each for some of them."""
+class GradientSum:
+    """The sum of parts that each cover some rows of a gradient."""
 
     def __init__(self, length: int) -> None:
         self._length = length
-        self._spans: list[Which] = []
+        self._spans: list[RowSelection] = []
         self._parts: list[Tensors] = []
 
-    def add(self, at: Which, part: Tensors) -> None:
-        """Takes ``part`` over, which may be written to; of its rows each is named once."""
+    def add(self, at: RowSelection, part: Tensors) -> None:
+        """Add ``part``, which the sum may overwrite, for the rows ``at``, all different."""
         self._spans.append(at)
         self._parts.append(part)
 
     def put(self, into: Tensors) -> None:
-        """All, rounded to the type of ``into``."""
+        """Write the sum to ``into``, rounded to its type."""
         if any(isinstance(at, Tensor) for at in self._spans):
             for n, x in enumerate(into):
                 self._put_listed(n, x)
@@ -56,7 +53,7 @@ class Total:
         for run, numbers in steps_of(spans, self._length):
             for n, x in enumerate(into):
                 to = rows_at(x, run)
-                # Parts are added to the first one, and the last addition rounds the sum: no sum is cleared before.
+                # The first part is the accumulator, and the last addition writes the rounded sum.
                 parts = [rows_at(self._parts[m][n], moved(run, -spans[m][0])) for m in numbers]
                 for part in parts[1:-1]:
                     parts[0].add_(part)
@@ -66,7 +63,7 @@ class Total:
                     to.copy_(parts[0]) if parts else to.zero_()
 
     def _put_listed(self, n: int, into: Tensor) -> None:
-        """The same of one of the tensors, where rows are named by number."""
+        """Write the sum to tensor ``n``, where some parts name rows by number."""
         found = torch.zeros(into.shape, dtype=self._parts[0][n].dtype, device=into.device)
         for at, parts in zip(self._spans, self._parts, strict=True):
             if isinstance(at, Tensor):
@@ -77,5 +74,5 @@ class Total:
 
 
 def rows_at(x: Tensor, at: Span, dim: int = -2) -> Tensor:
-    """Some rows of [..., n, width]; a view, or all."""
+    """The rows ``at`` of a tensor, as a view."""
     return x if at[0] == 0 and at[1] == x.shape[dim] else x.narrow(dim, at[0], at[1] - at[0])
