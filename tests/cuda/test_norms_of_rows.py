@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashgen.distributed.partial import Partial, Where
+from flashgen.distributed.partial import Offsets, Partial
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.recipe import decide
@@ -96,7 +96,7 @@ def test_parts_of_the_keys(target: str, distance: float) -> None:
     q, k, v, d_o = (normal(1, 2, n, 64, seed=seed) for seed, n in enumerate((70, 90, 90, 70)))
     q, k, d_lse = q + distance, k / (1 + distance), normal(1, 2, 70, seed=4)
     parts = Partial(op)
-    places = [(slice(first, last), Where(0, first, 0, 0, 70, 90, 1, 2)) for first, last in ((0, 33), (33, 90))]
+    places = [(slice(first, last), Offsets(0, first, 0, 0, 70, 90, 1, 2)) for first, last in ((0, 33), (33, 90))]
 
     def tensors(of: slice) -> tuple[Tensor, Tensor, Tensor]:
         return q, k[:, :, of].contiguous(), v[:, :, of].contiguous()

@@ -112,7 +112,7 @@ def problem(attend: AttentionOp, shape: tuple[int, ...] = (2, 4, 2, 70, 90), dty
 def tiled_problem(attend: AttentionOp, *tensors: Tensor) -> tiled.Problem:
     """A call as what a kernel of forward mode takes."""
     engine = attend._registered.engine
-    ((found, _),) = engine.problems(engine._taken(tensors, REST))
+    ((found, _),) = engine.problems(engine._kind_call(tensors, REST))
     return found
 
 

@@ -288,7 +288,7 @@ def test_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = [o.detach(), *backward()]
     memory = LittleMemory(monkeypatch)
     for run, least in ((forward, 3), (backward, 6)):
-        rich._registered.engine._workspaces.clear()  # so that the workspace is asked for as well
+        rich._registered.engine._workspaces._spare.clear()  # so that the workspace is asked for as well
         failures = 0
         while memory.attempt(run, failures) is None:
             assert [each() for each in memory.made] == [None] * failures

@@ -64,7 +64,7 @@ def gpu_runners_up(recipe: Recipe, tiles: ElementPlan, gpu: Gpu, shape: Shape, n
     found = []
     for other in others[:MOST]:
         tile = other.passes[name]
-        what = f"{tile.multipliers}, {tile.staged}, {tile.sram_bytes / 1024:.0f} KiB"
+        what = f"{tile.multipliers}, {tile.stages} stage{'s' * (tile.stages > 1)}, {tile.sram_bytes / 1024:.0f} KiB"
         found.append(runner_up(tile, what, pass_time(recipe, other, gpu, shape, name), chosen))
     return tuple(sorted(found, key=lambda each: each.seconds))
 

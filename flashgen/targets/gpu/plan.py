@@ -129,7 +129,7 @@ def _plan_element(
 
 
 def _describe(choice: Schedule) -> str:
-    return f"{choice.Br} × {choice.Bc} by {choice.multipliers}, {choice.staged}"
+    return f"{choice.Br} × {choice.Bc} by {choice.multipliers}, {choice.stages} stage{'s' * (choice.stages > 1)}"
 
 
 def _pinned(variant: Variant) -> Span | None:

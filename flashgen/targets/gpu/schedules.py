@@ -75,11 +75,6 @@ class Schedule(Tiles):
         return f"{count} {what}{'s' * (count > 1)}"
 
     @property
-    def staged(self) -> str:
-        """``2 stages``."""
-        return f"{self.stages} stage{'s' * (self.stages > 1)}"
-
-    @property
     def rows(self) -> int:
         """Of a block: those of what it adds up."""
         return self.Br // self.cluster
@@ -149,7 +144,9 @@ class Forward(Schedule):
 
     def maxima_by_sums(self, recipe: Recipe) -> bool:
         """Whether maxima of rows are looked for only where sums of weights tell that one has grown."""
-        return recipe.score.maxima_by_sums
+        # Three blocks of ragged batches of narrow heads have no registers for it: they spilled 344 bytes.
+        crowded = self.blocks > 2 and recipe.variant.kind.ragged and recipe.variant.head_dim.qk <= 64
+        return recipe.score.maxima_by_sums and not crowded
 
     def finders(self, variant: Variant) -> int:
         """Warps that find visits: all, or those of the producers that neither copy nor take norms of keys."""
@@ -210,11 +207,6 @@ class SelfLoading(Forward):
     tensor_copies: bool = False
     prefetches_next: bool = False
     pairs_staged: bool = False
-
-    def maxima_by_sums(self, recipe: Recipe) -> bool:
-        """Ragged batches of narrow heads have no registers for it: they spilled 344 bytes."""
-        narrow = recipe.variant.kind.ragged and recipe.variant.head_dim.qk <= 64
-        return super().maxima_by_sums(recipe) and not narrow
 
 
 @dataclass(frozen=True)
