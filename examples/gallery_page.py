@@ -95,12 +95,12 @@ FORMULAS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 HEAD = """# Gallery
 
-Published variants of attention, each with its formula, its mask and the whole of its spec. They come with the package:
+Published variants of attention, each with its formula, mask, source and spec. They come with the package:
 `flashgen.load("alibi")`, `flashgen plan alibi`. $s_{ij}$ is $q_i \\cdot k_j / \\sqrt{D}$ unless the spec has a `scale`.
-Where a formula is a condition, it says which pairs are kept, and the weights are a softmax of their scores.
+A formula that is a condition says which pairs are kept; the weights are a softmax of their scores.
 
-The pictures show queries downwards and keys to the right, as `flashgen show` draws them: dark blue tiles are FULL,
-light blue and sand are kept and masked pairs of PARTIAL tiles, grey is EMPTY and never visited.
+Queries go downwards, keys to the right, as in `flashgen show`: dark blue tiles are FULL, light blue and sand are kept
+and masked pairs of PARTIAL tiles, grey is EMPTY and never visited.
 """
 
 
@@ -140,7 +140,7 @@ def _section(shown: Entry, formula: str) -> str:
     # A formula says it better than the first line, which is one of text, wherever that is a formula, too.
     sentence = "" if re.match(r"(softmax|P_|o_)", shown.computes) else f"{_sentence(shown.computes)}\n\n"
     return (
-        f"### {shown.name}\n\n{sentence}$${formula}$$\n\n![The mask of {shown.name}](gallery/{shown.name}.png)\n\n"
+        f"### {shown.name}\n\n{sentence}$${formula}$$\n\n![{shown.name}](gallery/{shown.name}.png)\n\n"
         f"{shown.source}\n\n```attn\n{shown.text}```\n"
     )
 

@@ -121,10 +121,11 @@ def _backends(by_name: Mapping[str, Finding]) -> Mapping[str, str]:
         return "" if not lacking else f"{lacking[0]}: {by_name[lacking[0]].found if lacking[0] in by_name else 'none'}"
 
     base = ("Python", "packages", "PyTorch")
+    compiled = why(*base, "C++ compiler")
     return {
-        "cpu": why(*base, "C++ compiler"),
+        "cpu": compiled + "; PyTorch's operators take its place, slowly" * compiled.startswith("C++"),
         "cuda": why(*base, "GPU", "PyTorch on GPUs", "CuPy", "NVRTC"),
-        "emulator": why(*base, "C++ compiler"),
+        "emulator": compiled,
         "reference": why(*base),
     }
 

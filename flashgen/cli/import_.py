@@ -87,5 +87,5 @@ def _kind(place: str, mod: Any) -> str:
     if count not in (4, 5):
         taken = "any number of" if any(each.kind is each.VAR_POSITIONAL for each in arguments) else count
         known = "a mask_mod takes 4, a score_mod 5 (--score, --mask)"
-        raise click.UsageError(f"'{place}' takes {taken} arguments; {known}")
+        raise click.UsageError(f"'{place}' takes {taken} argument{'s' * (taken != 1)}; {known}")
     return "score" if count == 5 else "mask"

@@ -171,11 +171,11 @@ def _print(job: Job, tuning: Tuning) -> None:
 def _verdict(found: MeasuredPass) -> str:
     """What is taken, and how far the model was off."""
     if found.winner is None:
-        said = f"the planner's choice, {found.planner}, stands: none of {len(found.candidates)} others is faster"
+        said = f"the planner's choice, {found.planner}, stands: no other tile is faster"
     else:
         said = f"{found.tile} is taken; the planner's choice takes {found.loss:.1%} longer"
     if found.largest_error is not None:
-        said += f"; the model is off by up to {found.largest_error - 1:.0%}"
+        said += f"; the model is off by a factor of up to {found.largest_error:.2f}"
     if found.rank_correlation is not None:
         said += f"; it ranks the candidates with Spearman's ρ = {found.rank_correlation:.2f}"
         alike = sum(each.low <= 1.0 <= each.high for each in found.candidates)

@@ -59,11 +59,11 @@ def verify(
 ) -> None:
     """Run a spec forward and backward and compare with the float64 reference.
 
-    With --order 2 also what o and lse change by in some direction (t_o, t_lse), and the gradients of gradients in
-    another, by all inputs and by the gradients that arrive (ddq, …, dd_o, dd_lse); a line says which kernels ran.
+    With --order 2 also tangents of o and lse (t_o, t_lse) and gradients of gradients (ddq, …, dd_o, dd_lse); a line
+    says which kernels ran.
 
-    Of q, k and v of 8 bits a table of its own has the error against float64 beside that of bfloat16 and that of one
-    factor a tensor; what the op adds to the rounding of its inputs has a tolerance.
+    For q, k and v of 8 bits a table has the error against float64, beside that of bfloat16 and that of one factor a
+    tensor. What the op adds to the rounding of its inputs has a tolerance.
 
     Exits with 1 if a result is beyond tolerance.
     """

@@ -6,13 +6,14 @@ In: spec files, targets. Out: a folder for each attention, with sources and, for
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flashgen.compiler.compiled import CompiledKernel, assembled
+from flashgen.compiler.compiled import CompiledKernel, assembled, compiled
 from flashgen.compiler.package import folder as package_folder
 from flashgen.compiler.package.folder import FolderRefused
 from flashgen.compiler.pipeline import compile_spec, target_named
@@ -139,8 +140,9 @@ def _write(package: _Package, *, force: bool) -> BuildResult:
     start = time.perf_counter()
     found = package_folder.write(package.folder, package.files, force=force)
     # The cache is filled for the machine at hand, so that the import finds everything there.
-    for target in dict.fromkeys(kernel.target for kernel, _ in package.kernels):
-        target.prepare([kernel.source for kernel, _ in package.kernels if kernel.target == target], None)
+    for target in dict.fromkeys(kernel.target for kernel, _ in package.kernels if kernel.target.device is not None):
+        with contextlib.suppress(CompilerMissing):
+            target.compile([kernel.source for kernel, _ in package.kernels if kernel.target == target])
     return _result(package, found, package.seconds + time.perf_counter() - start, force=force)
 
 
@@ -178,9 +180,7 @@ def _kernels(
     for target in wanted:
         try:
             made = [part for kernel in compile_spec(spec, target) for part in kernel.parts()]
-            if calls is not None:  # side by side, where one waits for the other below
-                target.prepare([kernel.source for kernel in made], calls)
-            kernels += [_packed(kernel, left, calls) for kernel in made]
+            kernels += _packed(made, target, left, calls)
         except SpecError as error:
             if calls is not None:
                 raise
@@ -196,19 +196,22 @@ def _kernels(
 
 
 def _packed(
-    kernel: CompiledKernel[Any, Any], left: dict[str, None], calls: CallKind | None
-) -> tuple[CompiledKernel[Any, Any], Packed]:
-    """The kernel that goes into the package: with a binary, the one that compiling did not find fault with."""
-    if calls is None or not kernel.target.ships_binaries:
-        return kernel, kernel.packed()
-    try:
-        made = assembled(kernel.variant, kernel.target, part=replace(kernel.part, calls=calls))
-    except CompilerMissing as error:
-        what = "libraries for CPUs" if kernel.target.device is not None else "binaries for GPUs"
-        left[f"{what}, which are compiled when a call needs them: {error}"] = None
-        return kernel, kernel.packed()
-    packed = made.kernel.packed(made.binary)
-    kinds = {image.described.deterministic for image in packed.binaries}
-    if False in kinds and True not in kinds:
-        left[_NOT_DETERMINISTIC] = None
-    return made.kernel, packed
+    kernels: Sequence[CompiledKernel[Any, Any]], target: AnyTarget, left: dict[str, None], calls: CallKind | None
+) -> Sequence[tuple[CompiledKernel[Any, Any], Packed]]:
+    """The kernels that go into the package: with binaries, those that compiling did not find fault with."""
+    if calls is not None and target.ships_binaries:
+        try:
+            made = assembled([compiled(each.variant, target, part=each.part) for each in kernels], calls)
+        except CompilerMissing as error:
+            what = "libraries for CPUs" if target.device is not None else "binaries for GPUs"
+            left[f"{what}, which are compiled when a call needs them: {error}"] = None
+        else:
+            found = [(each.kernel, each.kernel.packed(each.binary)) for each in made]
+            kinds = {image.described.deterministic for _, packed in found for image in packed.binaries}
+            if False in kinds and True not in kinds:
+                left[_NOT_DETERMINISTIC] = None
+            # What was tuned here runs here, and is not what a package ships.
+            return (
+                found if target.device is None else [(own, each) for own, (_, each) in zip(kernels, found, strict=True)]
+            )
+    return [(each, each.packed()) for each in kernels]

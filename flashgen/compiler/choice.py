@@ -112,11 +112,9 @@ def planned_at(variant: Variant, device: Device, shape: Shape) -> Any:
     """The plan of calls of one shape, for each element type that has tiles of its own."""
     choices = tile_choices(variant, device)
     target, own = choices.target, compiled(variant, choices.target).plan
-    plans: dict[ElementType, Any] = {}
-    for element in own.elements_apart:
-        pins = choices.of_call(element, shape)
-        plans[element] = with_reasons(compiled(variant, target, pins).plan, pins)
-    return own.joined(plans)
+    by_element = {each: choices.of_call(each, shape) for each in own.elements_apart}
+    plans = {each: with_reasons(compiled(variant, target, pins).plan, pins) for each, pins in by_element.items()}
+    return own.joined({each: (plan, plan) for each, plan in plans.items()})
 
 
 def _unused(versions: tuple[str, ...]) -> tuple[str, ...]:

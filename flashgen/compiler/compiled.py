@@ -1,7 +1,7 @@
 """The one compiled thing: what a spec became for a head dimension, a target and tiles. One way for every target:
 
     compiled(variant, target, pins, part)   Variant ─plan─▶ Plan ─emit─▶ KernelSource, when it is asked for
-    assembled(variant, target, pins, part)  … ─compile─▶ Binary, planned again while kernels of it spill registers
+    assembled(kernels, calls)               … ─compile─▶ Binary, planned again while kernels of it spill registers
 
 ``check``, ``plan``, ``build``, the plan and the sources that an op shows and the kernels that its calls run all ask
 ``compiled``, which remembers: what is shown is what runs. ``pins`` are the tiles that were tuned or that go with a
@@ -21,7 +21,7 @@ from flashgen.analysis.variant import Variant
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.plan.measured import PLANNERS_OWN, Pins
 from flashgen.plan.packed import Packed
-from flashgen.plan.plan import ANY_CALLS, WHOLE, Part, Spill
+from flashgen.plan.plan import ANY_CALLS, WHOLE, CallKind, Part, Spill
 from flashgen.targets.protocol import AnyTarget, BinaryT, PlanT, Target
 
 _MOST_REMEMBERED = 256
@@ -31,14 +31,16 @@ _MOST_REMEMBERED = 256
 class CompiledKernel(Generic[PlanT, BinaryT]):
     """One head dimension for one target, after every stage but the compiler of its source.
 
-    ``variant`` is the spec's, before pins. ``part`` is what the source holds: of a GPU one pass of one element type,
-    the only one of the plan; the text for CPUs depends on the spec alone, and macros carry the tiles of the device.
+    ``variant`` is the spec's, before pins; ``spills`` are those of tiles that its plan passed over. ``part`` is what
+    the source holds: of a GPU one pass of one element type, the only one of the plan; the text for CPUs depends on the
+    spec alone, and macros carry the tiles of the device.
     """
 
     variant: Variant
     target: Target[PlanT, BinaryT]
     pins: Pins
     part: Part
+    spills: tuple[Spill, ...]
     plan: PlanT
 
     @functools.cached_property
@@ -64,20 +66,25 @@ class Assembled(Generic[PlanT, BinaryT]):
 
 
 def assembled(
-    variant: Variant, target: Target[PlanT, BinaryT], pins: Pins = PLANNERS_OWN, part: Part = WHOLE
-) -> Assembled[PlanT, BinaryT]:
-    """Plan, emit and compile a part until no kernel spills or the planner has nothing else.
+    kernels: Sequence[CompiledKernel[PlanT, BinaryT]], calls: CallKind = ANY_CALLS
+) -> tuple[Assembled[PlanT, BinaryT], ...]:
+    """Compile kernels of one target side by side; those that spill again with other tiles, until none of them does.
 
     Raises ``SpecError``, ``CompilerMissing``, ``CompileFailed``.
     """
-    spills: list[Spill] = []
-    while True:
-        kernel = compiled(variant, target, pins, part, spills)
-        binary = target.compile(kernel.source, part.calls)
-        found = [each for each in target.spills(kernel.plan, binary) if each not in spills]
-        if not found:
-            return Assembled(kernel, binary)
-        spills += found
+    if not kernels:
+        return ()
+    target = kernels[0].target
+    binaries = target.compile([each.source for each in kernels], calls)
+    made = [Assembled(kernel, binary) for kernel, binary in zip(kernels, binaries, strict=True)]
+    again: dict[int, CompiledKernel[PlanT, BinaryT]] = {}
+    for n, (kernel, binary) in enumerate(zip(kernels, binaries, strict=True)):
+        spills = dict.fromkeys((*kernel.spills, *target.spills(kernel.plan, binary)))
+        if len(spills) > len(kernel.spills):
+            again[n] = compiled(kernel.variant, target, kernel.pins, kernel.part, tuple(spills))
+    for n, each in zip(again, assembled(tuple(again.values()), calls), strict=True):
+        made[n] = each
+    return tuple(made)
 
 
 def compiled(
@@ -91,7 +98,7 @@ def compiled(
     spec = variant.spec
     written = (*(each.text for each in spec.sources), *(each.text for each in spec.statements))
     own = replace(pins, element=part.element or pins.element, reasons=())
-    return _compiled(variant, written, target, own, replace(part, calls=ANY_CALLS), tuple(spills))
+    return _compiled(variant, written, target, own, part, tuple(spills))
 
 
 @functools.lru_cache(maxsize=_MOST_REMEMBERED)
@@ -103,18 +110,11 @@ def _compiled(
     part: Part,
     spills: tuple[Spill, ...],
 ) -> CompiledKernel[Any, Any]:
-    return CompiledKernel(variant, target, pins, part, _planned(variant, written, target, pins, spills))
-
-
-@functools.lru_cache(maxsize=_MOST_REMEMBERED)
-def _planned(
-    variant: Variant,
-    written: tuple[str, ...],  # noqa: ARG001 - decisions quote the spec, too
-    target: AnyTarget,
-    pins: Pins,
-    spills: tuple[Spill, ...],
-) -> Any:
-    return target.plan(variant, pins, spills)
+    if part == WHOLE:
+        plan = target.plan(variant, pins, spills)
+    else:  # the parts of an element type share its plan
+        plan = _compiled(variant, written, target, pins, WHOLE, spills).plan
+    return CompiledKernel(variant, target, pins, part, spills, plan)
 
 
 def with_reasons(plan: PlanT, *pins: Pins) -> PlanT:

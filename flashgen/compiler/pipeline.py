@@ -40,11 +40,8 @@ def compile_file(
 
     Raises ``SpecError``, ``CompilerMissing``, ``CompileFailed``.
     """
-    return tuple(
-        assembled(each, target, part=part)
-        for each in variants_of(read_file(path, constants))
-        for part in target.parts(compiled(each, target).plan)
-    )
+    variants = variants_of(read_file(path, constants))
+    return assembled([part for each in variants for part in compiled(each, target).parts()])
 
 
 def compile_spec(spec: AttentionSpec, target: Target[PlanT, BinaryT]) -> tuple[CompiledKernel[PlanT, BinaryT], ...]:

@@ -146,9 +146,7 @@ def reasons(tuning: Tuning, device: str) -> tuple[str, ...]:
     found = []
     for name, each in tuning.passes.items():
         if each.winner is None:
-            found.append(
-                f"{name}: B_r × B_c = {each.planner}, {where}: none of {len(each.candidates)} others was faster"
-            )
+            found.append(f"{name}: B_r × B_c = {each.planner}, {where}: no other tile was faster")
         else:
             gain = f"{each.loss:.1%} faster than the planner's {each.planner}"
             found.append(f"{name}: B_r × B_c = {each.tile}, {where}: {gain}")

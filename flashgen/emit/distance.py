@@ -8,7 +8,6 @@ from a block's first one, near which they are small.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from flashgen.analysis.levels import Level, level_of
 from flashgen.ir.build import apply
@@ -22,16 +21,8 @@ ROW = tuple(Apply(ScalarType.FLOAT, op=op, args=(_I, _J)) for op in ("row_near",
 COLUMN = tuple(Apply(ScalarType.FLOAT, op=op, args=(_I, _J)) for op in ("column_near", "column_step"))
 
 
-@dataclass(frozen=True)
-class SplitScore:
-    """``pairs`` + ``rows`` is the score; ``rows`` is the same for all keys of a query, None where nothing is."""
-
-    pairs: Expr
-    rows: Expr | None
-
-
-def split_score(score: Expr) -> SplitScore:
-    """Takes the rows' parts out of those terms of a sum that are a head's factor times i - j."""
+def split_score(score: Expr) -> tuple[Expr, Expr | None]:
+    """Those terms of a sum that are a head's factor times i - j lose their part of the row, which comes second."""
     pairs: list[tuple[bool, Expr]] = []
     rows: list[tuple[bool, Expr]] = []
     for added, term in _terms(score, added=True):
@@ -42,7 +33,7 @@ def split_score(score: Expr) -> SplitScore:
         rows_added = added == (distance == _I)
         rows.append((rows_added, _times(factor, ROW)))
         pairs.append((not rows_added, _times(factor, COLUMN)))
-    return SplitScore(_sum(pairs), _sum(rows)) if rows else SplitScore(score, None)
+    return (_sum(pairs), _sum(rows)) if rows else (score, None)
 
 
 def _terms(expr: Expr, *, added: bool) -> Iterator[tuple[bool, Expr]]:

@@ -125,6 +125,8 @@ def ask(sizes: Sizes, given: Positional, by_name: Mapping[str, Any], padding: Te
             captured["sinks"] = sinks
         if padding is not None:
             captured["padding"] = padding
+    if captured is asked.captured and not has_lse:
+        return asked
     return asked._replace(captured=captured, has_lse=has_lse)
 
 

@@ -70,7 +70,8 @@ def flash_attn_varlen_func(
         (k, v, cu_seqlens_k), used_k = _rows_of_pages(q, (k, v), table, q_starts, cu_seqlens_k, used_k, most[1]), None
     if not has_rows(3, q, k, v):
         check_rows({"q": (q, "[Tq, H, D]"), "k": (k, "[Tk, Hkv, D]"), "v": (v, "[Tk, Hkv, Dv]")})
-    rows = Ragged(q, k, v, q_starts, starts_argument("cu_seqlens_k", cu_seqlens_k), most)
+    k_starts = q_starts if cu_seqlens_k is q_starts else starts_argument("cu_seqlens_k", cu_seqlens_k)
+    rows = Ragged(q, k, v, q_starts, k_starts, most)
     if used_q is not None or used_k is not None:
         rows, given = rows.using({"seqused_q": used_q, "seqused_k": used_k}, given)
     return rows.attend(given, by_name)

@@ -56,15 +56,7 @@ def providers(
 def deferred(spec: AttentionSpec, backend: str | None, target: str = EMULATED) -> Providers:
     """The same providers, made when a kernel is first needed."""
     made = functools.cache(functools.partial(providers, spec, backend, None, None, target))
-    match backend:
-        case "reference":
-            devices: tuple[str, ...] = ()
-        case "cuda":
-            devices = ("cuda",)
-        case "cpu" | "emulator":
-            devices = ("cpu",)
-        case _:
-            devices = ("cpu", "cuda")
+    devices = {"reference": (), "cuda": ("cuda",), None: ("cpu", "cuda")}.get(backend, ("cpu",))
     return {each: Deferred(made, each, backend) for each in devices}
 
 

@@ -5,50 +5,32 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from flashgen.analysis.variant import Variant
-from flashgen.compiler.choice import TileChoices, tile_choices
-from flashgen.compiler.compiled import assembled
+from flashgen.compiler.compiled import CompiledKernel, assembled
 from flashgen.hosts import cuda
 from flashgen.hosts.cpu_backend import Package
 from flashgen.hosts.gpu_kernel import Find
 from flashgen.hosts.gpu_provider import GpuProvider
 from flashgen.hosts.kernel import ArgumentLayout
-from flashgen.hosts.machine import KernelKey, Made
-from flashgen.hosts.schedule import DeviceSize
-from flashgen.ir.shape import Shape
+from flashgen.hosts.machine import Machine, Made
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.kind import Kind
+from flashgen.plan.plan import CallKind
 from flashgen.targets.device_table import board_of
-from flashgen.targets.gpu.product import Gpu
-from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.registry import target_of
 
 
 @dataclass(frozen=True, eq=False)
-class CudaMachine:
-    """One GPU: its driver, its name, what is compiled for it, what the model of time knows of it."""
+class CudaMachine(Machine):
+    """One GPU, and its driver."""
 
     driver: cuda.Driver
-    name: str
-    target: GpuTarget
-    gpu: Gpu
-    backend: ClassVar[str] = "cuda"
+    backend = "cuda"
 
-    @property
-    def size(self) -> DeviceSize:
-        return self.driver.size
-
-    def choices(self, variant: Variant) -> TileChoices[Any, Any]:
-        return tile_choices(variant, self.gpu, self.name)
-
-    def shape_of(self, shape: Shape | None) -> Shape | None:
-        return shape
-
-    def make(self, key: KernelKey) -> Made[Path]:
-        made = assembled(key.variant, self.target, key.pins, key.part)
+    def make(self, kernel: CompiledKernel[Any, Any], calls: CallKind) -> Made[Path]:
+        (made,) = assembled([kernel], calls)
         (binary,) = made.binary.parts.values()
         return Made(made.kernel.plan, made.kernel.source, lambda _: binary.path, binary.kernels)
 
@@ -69,4 +51,4 @@ def _machine(index: int) -> CudaMachine:
     name, *figures = cuda.describe_device(index)
     target, size = target_of(name, *figures), driver.size
     gpu = replace(board_of(target, name), product=name, sms=size.multiprocessors, l2_bytes=size.cache_bytes)
-    return CudaMachine(driver, name, target, gpu)
+    return CudaMachine(name, target, gpu, size, driver)

@@ -19,8 +19,9 @@ from flashgen.plan.launches import Splits
 from flashgen.plan.plan import Rejection
 from flashgen.targets.gpu.cache_bytes import bytes_of_caches
 from flashgen.targets.gpu.cost import pass_time
+from flashgen.targets.gpu.schedules import Schedule
 from flashgen.targets.gpu.started import pass_launches
-from flashgen.targets.gpu.tiles import TILES_OF, BackwardTiles, ForwardTiles, GpuPlan, multiplying
+from flashgen.targets.gpu.tiles import TILES_OF, GpuPlan
 from flashgen.toolchains.nvrtc import Resources
 
 _UNPREDICTED = "of a deterministic backward pass bytes and time are not predicted: the model knows that of atomic sums"
@@ -50,7 +51,7 @@ def explain_gpu(name: str, machine: Machine, asked: AskedCall, passes: Mapping[P
         tiles = each.plan.own
         made = _gpu_pass(each_name, tiles.forward if each_name == "forward" else tiles.backward, each)
         if each_name == "forward" or not asked.values["deterministic"]:
-            predicted = pass_time(each.plan.recipe.with_keep(own.keep), tiles, machine.gpu, asked.shape, each_name)
+            predicted = pass_time(each.plan.recipe.of(keep=own.keep), tiles, machine.gpu, asked.shape, each_name)
             made = with_prediction(made, own, asked, predicted)
         found.append(made)
         reasons |= dict.fromkeys((*each.plan.reasons_of((each_name,)), *each.reasons))
@@ -128,7 +129,7 @@ def explain_cache(name: str, machine: Machine, asked: AskedCall, forward: GpuPas
     return replace(told, passes=(made,), reasons=reasons, rejected=forward.plan.rejected)
 
 
-def _gpu_pass(name: str, tile: ForwardTiles | BackwardTiles, each: GpuPass) -> ExplainedPass:
+def _gpu_pass(name: str, tile: Schedule, each: GpuPass) -> ExplainedPass:
     kernels = []
     for step in each.steps:
         said = each.resources.get(step.kernel)
@@ -139,7 +140,7 @@ def _gpu_pass(name: str, tile: ForwardTiles | BackwardTiles, each: GpuPass) -> E
         Br=tile.Br,
         Bc=tile.Bc,
         sram_bytes=tile.sram_bytes,
-        multiplies=multiplying(tile),
+        multiplies=tile.multipliers,
         warps=tile.warps,
         stages=tile.stages,
         kernels=tuple(kernels),

@@ -32,7 +32,7 @@ from flashgen.hosts.gpu_calls import (
     with_jvp,
 )
 from flashgen.hosts.kernel import ELEMENTS, ArgumentLayout, Kernel, call_of
-from flashgen.hosts.machine import KernelKey, Machine, Made
+from flashgen.hosts.machine import Machine, Made
 from flashgen.hosts.schedule import Compiled, schedule
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
@@ -42,9 +42,10 @@ from flashgen.kinds.dense import DENSE
 from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.kinds.kind import BOTH, Kind, PassName
 from flashgen.kinds.operand import F8_CODE
+from flashgen.kinds.ragged import RAGGED
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import Pins
-from flashgen.plan.plan import CallKind
+from flashgen.plan.plan import CallKind, Part
 from flashgen.targets.gpu.alternatives import tile_of
 from flashgen.targets.gpu.compile import compile_calls
 from flashgen.targets.gpu.lists import cuda_fields
@@ -93,7 +94,7 @@ class GpuProvider:
         if self.kind.cached:
             pins = pins_of_call(compiled(self.variant(head_dim), machine.target), element, values)
         else:
-            pins = self.pins(head_dim, machine, element, shape)
+            pins = self.pins(head_dim, machine, element, shape.mean_sequences() if self.kind.ragged else shape)
         return self._of_pins(head_dim, machine, element, name, kind_of(name, values), pins)
 
     def pins(self, head_dim: HeadDim, machine: Machine, element: ElementType, shape: Shape | None = None) -> Pins:
@@ -145,7 +146,7 @@ class GpuProvider:
         self, head_dim: HeadDim, machine: Machine, element: ElementType, name: PassName, calls: CallKind, pins: Pins
     ) -> tuple[Made[Any], tuple[str, ...]]:
         own = pins.of_pass(name)
-        made = self.made(KernelKey(self.variant(head_dim), element, name, calls, own), machine)
+        made = self.made(machine, self.variant(head_dim), own, element, name, calls)
         return made, made.why or own.reasons
 
     def _usual(self, head_dim: HeadDim) -> Iterator[tuple[Made[Any], tuple[str, ...]]]:
@@ -157,14 +158,9 @@ class GpuProvider:
 
     def _plan(self, head_dim: HeadDim) -> GpuPlan:
         """The tiles of each pass and element type, from the plans that they were compiled by."""
-        found = list(self._usual(head_dim))
-        plans = [made.plan for made, _ in found]
-        elements = (
-            replace(back.own, forward=plan.own.forward) for plan, back in zip(plans[::2], plans[1::2], strict=True)
-        )
-        said = dict.fromkeys(each for made, reasons in found for each in (*made.plan.reasons, *reasons))
-        rejected = dict.fromkeys(lost for plan in plans for lost in plan.rejected)
-        return replace(plans[0], elements=tuple(elements), reasons=tuple(said), rejected=tuple(rejected))
+        plans = [replace(made.plan, reasons=(*made.plan.reasons, *why)) for made, why in self._usual(head_dim)]
+        both = zip(plans[::2], plans[1::2], strict=True)
+        return plans[0].joined({forward.own.element: (forward, backward) for forward, backward in both})
 
     def _kernel(self, head_dim: HeadDim, machine: Machine) -> Kernel:
         plan = compiled(self.variant(head_dim), machine.target).plan
@@ -192,29 +188,31 @@ class GpuProvider:
         """Parts and slices are dense calls but for what they write; what was measured of tiles is of these."""
         if not self.kind.by_lengths:
             return TileChoices(self.variant(head_dim), machine.gpu, by_length=False)
-        return machine.choices(kernel_variant(self.spec, head_dim))
+        return machine.choices(kernel_variant(self.spec, head_dim, RAGGED if self.kind.ragged else DENSE))
 
     def _brought(self, head_dim: HeadDim, machine: Machine) -> Mapping[tuple[ElementType, str], Packaged]:
         if self.package is None:
             return {}
         return packaged(*self.package, compiled(self.variant(head_dim), machine.target).plan, machine.target)
 
-    def _made(self, key: KernelKey, machine: Machine) -> Made[Any]:
-        brought = self.brought(key.variant.head_dim, machine).get((key.element, key.name))
+    def _made(
+        self, machine: Machine, variant: Variant, pins: Pins, element: ElementType, name: PassName, calls: CallKind
+    ) -> Made[Any]:
+        brought = self.brought(variant.head_dim, machine).get((element, name))
         if brought is not None:
             if brought.edited:
-                return _as_packaged(brought, key.calls, f"'{brought.edited}' was edited, and runs as it stands")
-            wanted = getattr(key.pins, key.name)
-            if wanted is None or wanted == tile_of(brought.plan.own, key.name):
-                return _as_packaged(brought, key.calls)
-        check_element(compiled(key.variant, machine.target).plan, key.element)
+                return _as_packaged(brought, calls, f"'{brought.edited}' was edited, and runs as it stands")
+            wanted = getattr(pins, name)
+            if wanted is None or wanted == tile_of(brought.plan.own, name):
+                return _as_packaged(brought, calls)
+        check_element(compiled(variant, machine.target).plan, element)
         try:
-            return machine.make(key)
+            return machine.make(compiled(variant, machine.target, pins, Part(element, name)), calls)
         except NvrtcMissing as error:
-            if brought is None or brought.image(key.calls) is None:
+            if brought is None or brought.image(calls) is None:
                 raise
-            why = f"{key.name}: the binary of the package, because other tiles cannot be compiled: {error}"
-            return _as_packaged(brought, key.calls, why)
+            why = f"{name}: the binary of the package, because other tiles cannot be compiled: {error}"
+            return _as_packaged(brought, calls, why)
 
 
 def _as_packaged(brought: Packaged, calls: CallKind, *why: str) -> Made[Any]:
@@ -222,11 +220,12 @@ def _as_packaged(brought: Packaged, calls: CallKind, *why: str) -> Made[Any]:
     if image is not None:
         return Made(brought.plan, brought.source, lambda _: image, brought.resources, why)
     try:
-        (binary,) = compile_calls(brought.source, calls, brought.source.target).parts.values()
+        (made,) = compile_calls([brought.source], calls, brought.source.target)
     except NvrtcMissing as error:
         if not (brought.images and calls.repeatable):
             raise
         raise NvrtcMissing(
             f"{error}; the package has no binary for deterministic gradients, which flashgen build --deterministic adds"
         ) from None
+    (binary,) = made.parts.values()
     return Made(brought.plan, brought.source, lambda _: binary.path, binary.kernels, why)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol
+from typing import Any, ClassVar, Generic
 
 from flashgen.analysis.variant import Variant
-from flashgen.compiler.choice import TileChoices
+from flashgen.compiler.choice import TileChoices, tile_choices
+from flashgen.compiler.compiled import CompiledKernel
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts.gpu_kernel import Find, GpuKernel
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.schedule import Binary, DeviceSize
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
-from flashgen.ir.types import ElementType
-from flashgen.kinds.kind import PassName
-from flashgen.plan.measured import Pins
-from flashgen.plan.plan import CallKind, Part
+from flashgen.plan.plan import CallKind
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan
@@ -25,24 +24,8 @@ from flashgen.toolchains.nvrtc import Resources
 
 
 @dataclass(frozen=True)
-class KernelKey:
-    """One pass in one element type of a variant, which has its kind of calls: options of the calls, and tiles."""
-
-    variant: Variant
-    element: ElementType
-    name: PassName
-    calls: CallKind
-    pins: Pins
-
-    @property
-    def part(self) -> Part:
-        """What is compiled: a source, for these calls."""
-        return Part(self.element, self.name, self.calls)
-
-
-@dataclass(frozen=True)
 class Made(Generic[Binary]):
-    """What a key became: its plan, its text, and what holds the kernels of these names.
+    """What a kernel became: its plan, its text, and what holds the kernels of these names.
 
     ``resources`` are what the assembler said of them. ``why`` is said instead of the reasons of the tiles that were
     asked for, where others run.
@@ -55,29 +38,28 @@ class Made(Generic[Binary]):
     why: tuple[str, ...] = ()
 
 
-class Machine(Protocol):
+@dataclass(frozen=True, eq=False)
+class Machine(abc.ABC):
     """One device. ``op.explain`` calls it by ``backend`` and ``name``; the model of time knows it as ``gpu``."""
 
-    def __hash__(self) -> int: ...
-    @property
-    def backend(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def target(self) -> GpuTarget: ...
-    @property
-    def gpu(self) -> Gpu: ...
-    @property
-    def size(self) -> DeviceSize: ...
+    name: str
+    target: GpuTarget
+    gpu: Gpu
+    size: DeviceSize
+    backend: ClassVar[str]
 
     def choices(self, variant: Variant) -> TileChoices[Any, Any]:
         """The tiles that calls may take."""
+        return tile_choices(variant, self.gpu, self.name)
 
     def shape_of(self, shape: Shape | None) -> Shape | None:
         """The shape whose tiles a call of this shape takes; None: those that are taken where no shape is given."""
+        return shape
 
-    def make(self, key: KernelKey) -> Made[Any]:
-        """Plan, emit and compile. Raises ``NvrtcMissing``, ``CompileFailed``."""
+    @abc.abstractmethod
+    def make(self, kernel: CompiledKernel[Any, Any], calls: CallKind) -> Made[Any]:
+        """Compile a pass in one element type for such calls. Raises ``NvrtcMissing``, ``CompileFailed``."""
 
+    @abc.abstractmethod
     def kernel(self, layout: ArgumentLayout, head_dim: HeadDim, find: Find) -> GpuKernel[Any]:
         """What starts what ``find`` gives."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -35,3 +35,8 @@ class Shape:
 
     def __str__(self) -> str:
         return f"{self.batch},{self.heads},{self.kv_heads},{self.q_len},{self.kv_len}"
+
+    def mean_sequences(self) -> Shape:
+        """That of a ragged batch, whose lengths count the rows of all sequences: as if all were equally long."""
+        count = max(self.batch, 1)
+        return replace(self, q_len=-(-self.q_len // count), kv_len=-(-self.kv_len // count))

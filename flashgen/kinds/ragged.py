@@ -33,5 +33,6 @@ RAGGED = Kind(
         for name, rows in (("q_most", "queries"), ("kv_most", "keys"))
     ),
     by_sequence=True,
+    by_lengths=True,
     ragged=True,
 )

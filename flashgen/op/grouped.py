@@ -7,7 +7,7 @@ once for all of them, where no blocks of keys are gone through (``block_order.py
 kernels of a spec whose rows are the heads of a group, query by query (``analysis/grouped.py``), over copies of q, o and
 d_o in that order.
 
-    an H100, 32k causal, 16 blocks of 64 of 512: see tools/benchmarks/README.md, "Caches and selected keys"
+    measured: see tools/benchmarks/README.md, "Caches and selected keys"
 """
 
 from __future__ import annotations

@@ -222,7 +222,8 @@ class OpCalls:
                 _refuse_dropout(self.spec, dropout_p)
             if seed is not None:
                 seed_argument(seed, q.device)  # of no use, but no less wrong
-        _check_return_lse(self.spec, signature, return_lse)
+        if return_lse:
+            _check_return_lse(self.spec, signature, return_lse)
         return tensors
 
     def _check_names(self, method: str, kind: Kind) -> None:
@@ -248,9 +249,11 @@ class OpCalls:
         """Call the operator of ragged batches."""
         self._check_names("varlen", RAGGED)
         tensors = self._tensors(q, k, v, captured, return_lse, dropout_p, seed)
-        cu_seqlens = [check_starts(name, x, q.device) for name, x in zip(RAGGED.tensors, starts, strict=True)]
+        (q_name, k_name), device = RAGGED.tensors, q.device
+        q_starts = check_starts(q_name, starts[0], device)
+        k_starts = q_starts if starts[1] is starts[0] else check_starts(k_name, starts[1], device)
         return self._run(
-            self._kinds[RAGGED.name], (*tensors, *cu_seqlens), numbers, is_repeatable(deterministic), return_lse
+            self._kinds[RAGGED.name], (*tensors, q_starts, k_starts), numbers, is_repeatable(deterministic), return_lse
         )
 
     def _positional(self, tensors: Tensors, captured: Sequence[object]) -> Tensors:
@@ -293,8 +296,6 @@ def is_repeatable(deterministic: bool | None) -> bool:
 
 def _check_return_lse(spec: AttentionSpec, signature: Signature, return_lse: object) -> None:
     """Raise ``TypeError`` for what is no bool, and ``ValueError`` where there is no lse to return."""
-    if not return_lse:
-        return
     check_switch("return_lse", return_lse)
     if not signature.has_lse:
         raise ValueError(f"return_lse: '{spec.name}' has pointwise weights, which have no denominator and so no lse")

@@ -78,11 +78,10 @@ USUAL_CALLS = CallKind(dropped=None)
 
 @dataclass(frozen=True)
 class Part:
-    """Of a source's kernels those of one element type, pass and kind of call; None stands for all."""
+    """What a source has of a plan: one element type, one pass; None stands for all."""
 
     element: ElementType | None = None
     pass_name: PassName | None = None
-    calls: CallKind = ANY_CALLS
 
 
 WHOLE = Part()
@@ -124,8 +123,8 @@ class Plan:
         """The tiles of an element type, by pass; nothing where no tile fits."""
         raise NotImplementedError
 
-    def joined(self, plans: Mapping[ElementType, Self]) -> Self:
-        """The plan that has for each element type the tiles of another."""
+    def joined(self, plans: Mapping[ElementType, tuple[Self, Self]]) -> Self:
+        """The plan that has for each element type the tiles of others: of one forward, of one backward."""
         raise NotImplementedError
 
     def to_json(self) -> dict[str, object]:

@@ -69,17 +69,14 @@ class Target(Protocol[PlanT, BinaryT]):
     def emit(self, variant: Variant, plan: PlanT, part: Part = ...) -> KernelSource:
         """The generated text of a part."""
 
-    def compile(self, source: KernelSource, calls: CallKind = ...) -> BinaryT:
-        """A binary for such calls, from the cache where it lies there. ``CompilerMissing``, ``CompileFailed``."""
+    def compile(self, sources: Sequence[KernelSource], calls: CallKind = ...) -> Sequence[BinaryT]:
+        """A binary of each for such calls, side by side, or from the cache. ``CompilerMissing``, ``CompileFailed``."""
 
     def spills(self, plan: PlanT, binary: BinaryT) -> Sequence[Spill]:
         """Tiles of which compiling has shown that they were a bad choice."""
 
     def packed(self, variant: Variant, source: KernelSource, plan: PlanT, part: Part, binary: BinaryT | None) -> Packed:
         """What a generated package holds of a part."""
-
-    def prepare(self, sources: Sequence[KernelSource], calls: CallKind | None) -> None:
-        """Compile side by side what a package holds for such calls, or, for None, what the machine at hand needs."""
 
 
 class ByLength(Protocol):

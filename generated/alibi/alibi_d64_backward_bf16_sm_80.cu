@@ -305,14 +305,15 @@ constexpr int DP = 64, DVP = 64;
 // The plan of dK and dV.
 template <class T> struct BackwardPlan;
 template <> struct BackwardPlan<fg::bfloat_t> {
-  static constexpr int BR = 64, BC = 128, warps = 8, stages = 2, split = 1, weighed = 64;
-  static constexpr int threads = 32 * warps;
+  static constexpr int BR = 64, BC = 128, warps = 8, stages = 2, split = 1, s_columns = 64, warpgroups = 0,
+      producers = 0, blocks = 1, threads = 256, cluster = 1, tensor_copies = 0, pairs_staged = 0, dq_sent = 0,
+      persistent = 0, registers = 0, producer_registers = 0, dq_column_groups = 1, stores_whole = 0, takes_turns = 0;
 };
 // The plan of dQ, where it has a kernel of its own.
 template <class T> struct QueryPlan;
 template <> struct QueryPlan<fg::bfloat_t> {
-  static constexpr int BR = 128, BC = 64, warps = 8, stages = 2;
-  static constexpr int threads = 32 * warps;
+  static constexpr int BR = 128, BC = 64, warps = 8, stages = 2, split = 1, s_columns = 0, warpgroups = 0,
+      producers = 0, blocks = 1, threads = 256, registers = 0, producer_registers = 0;
 };
 // ---- Shared memory --------------------------------------------------------------------------------------------------
 
@@ -611,7 +612,7 @@ template <class T, bool atomic, Adding how> struct Block {
   static constexpr int BR = P::BR, BC = P::BC, stages = P::stages, split = P::split;
   using Team = fg::Team<32 * P::warps, 0>;  // who multiplies
   static constexpr int threads = Team::threads, key_warps = P::warps / split, m_tiles = BC / (16 * key_warps);
-  static constexpr int s_tiles = P::weighed / 8, k_tiles = DP / (8 * split), v_tiles = DVP / (8 * split);
+  static constexpr int s_tiles = P::s_columns / 8, k_tiles = DP / (8 * split), v_tiles = DVP / (8 * split);
   static_assert(BC % (16 * key_warps) == 0 && BR % (8 * split) == 0, "a warp has whole fragments");
   static_assert(DP % (16 * split) == 0 && DVP % (16 * split) == 0, "warps that share keys have parts of one length");
   static_assert(BR <= threads && stages <= 2, "one thread a row");

@@ -388,15 +388,15 @@ constexpr int DP = 64, DVP = 64;
 // The plan of dK and dV.
 template <class T> struct BackwardPlan;
 template <> struct BackwardPlan<fg::bfloat_t> {
-  static constexpr int BR = 128, BC = 128, warps = 8, stages = 2, split = 1, weighed = 64, producers = 4, blocks = 1,
-      producer_registers = 24, registers = 240, tensor_copies = 1, dq_column_groups = 1, persistent = 0, warpgroups = 1;
-  static constexpr int threads = 32 * (warps + producers);
+  static constexpr int BR = 128, BC = 128, warps = 8, stages = 2, split = 1, s_columns = 64, warpgroups = 1,
+      producers = 4, blocks = 1, threads = 384, cluster = 1, tensor_copies = 1, pairs_staged = 0, dq_sent = 0,
+      persistent = 0, registers = 240, producer_registers = 24, dq_column_groups = 1, stores_whole = 0, takes_turns = 0;
 };
 // The plan of dQ, where it has a kernel of its own.
 template <class T> struct QueryPlan;
 template <> struct QueryPlan<fg::bfloat_t> {
-  static constexpr int BR = 128, BC = 64, warps = 8, stages = 2, warpgroups = 1;
-  static constexpr int threads = 32 * warps;
+  static constexpr int BR = 128, BC = 64, warps = 8, stages = 2, split = 1, s_columns = 0, warpgroups = 1,
+      producers = 0, blocks = 1, threads = 256, registers = 0, producer_registers = 0;
 };
 // ---- Shared memory --------------------------------------------------------------------------------------------------
 
@@ -736,7 +736,7 @@ template <class T, bool atomic, Adding how> struct Block {
   static constexpr int BR = P::BR, BC = P::BC, stages = P::stages, split = P::split;
   using Team = fg::Team<32 * P::warps, P::producers == 0 ? 0 : 15>;  // who multiplies
   static constexpr int threads = Team::threads, key_warps = P::warps / split, m_tiles = BC / (16 * key_warps);
-  static constexpr int s_tiles = P::weighed / 8, k_tiles = DP / (8 * split), v_tiles = DVP / (8 * split);
+  static constexpr int s_tiles = P::s_columns / 8, k_tiles = DP / (8 * split), v_tiles = DVP / (8 * split);
   static_assert(BC % (16 * key_warps) == 0 && BR % (8 * split) == 0, "a warp has whole fragments");
   static_assert(DP % (16 * split) == 0 && DVP % (16 * split) == 0, "warps that share keys have parts of one length");
   static_assert(BR <= threads && stages <= 2, "one thread a row");

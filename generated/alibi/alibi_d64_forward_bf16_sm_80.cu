@@ -281,8 +281,9 @@ constexpr int DP = 64, DVP = 64;
 // The plan of the forward pass.
 template <class T> struct ForwardPlan;
 template <> struct ForwardPlan<fg::bfloat_t> {
-  static constexpr int BR = 128, BC = 64, warps = 4, stages = 2, q_in_registers = 1;
-  static constexpr int threads = 32 * warps;
+  static constexpr int BR = 128, BC = 64, warps = 4, stages = 2, split = 1, s_columns = 0, warpgroups = 0,
+      producers = 0, blocks = 1, threads = 128, cluster = 1, tensor_copies = 0, pairs_staged = 0, q_in_registers = 1,
+      overlaps_next = 0, q_places = 1, registers = 0, producer_registers = 0;
 };
 // ---- Shared memory --------------------------------------------------------------------------------------------------
 
@@ -454,13 +455,17 @@ namespace forward {
 
 template <class T> struct Block {
   using P = ForwardPlan<T>;
-  static constexpr int BR = P::BR, BC = P::BC, stages = P::stages;
+  static constexpr int BR = P::BR / P::cluster, BC = P::BC, stages = P::stages;
   static constexpr int m_tiles = BR / (16 * P::warps), s_tiles = BC / 8, o_tiles = DVP / 8;
   static_assert(BR % (16 * P::warps) == 0 && BC % 16 == 0, "a warp has whole fragments");
 
   using Team = fg::Team<32 * P::warps, 0>;  // who multiplies
   static constexpr int threads = Team::threads;
-  static constexpr int chains = 1;  // of dependent additions and maxima a row, side by side
+  static constexpr bool has_producers = P::producers > 0;  // others copy, and find the visits
+  // one thread starts the copies, and all find the visits
+  static constexpr bool self_loading = P::tensor_copies && !has_producers;
+  static constexpr bool overlaps_next = P::overlaps_next;  // from query tile to query tile, where others copy
+  static constexpr int chains = P::warpgroups ? 4 : 1;  // of dependent additions and maxima a row, side by side
 
   // Shared memory, in bytes from its start. O takes the place of everything at the end.
   using QTile = fg::SharedTile<T, BR, DP>;
@@ -468,8 +473,8 @@ template <class T> struct Block {
   using VTile = fg::SharedTile<T, BC, DVP>;
   using OTile = fg::SharedTile<T, BR, DVP>;
   // Q of the next tile may come while this one is worked on; there may be a list more for those who find the visits.
-  static constexpr int q_places = 1, lists = 1;
-  static constexpr bool copies = false;
+  static constexpr int q_places = P::q_places, lists = has_producers ? 2 : 1;
+  static constexpr bool copies = P::tensor_copies;
   using Memory = ForwardMemory<T>;
   static_assert(Memory::Q_bytes == q_places * QTile::bytes, "Q: what the plan counts");
   static_assert(Memory::K_bytes == stages * KTile::bytes, "K: what the plan counts");
@@ -477,7 +482,7 @@ template <class T> struct Block {
   static_assert(Memory::LIST_bytes == lists * int(sizeof(VisitList)), "list of tiles: what the plan counts");
   static_assert(Memory::O_bytes == !copies * OTile::bytes, "O at the end: what the plan counts");
 
-  using Notes = QueryNotes<false>;
+  using Notes = QueryNotes<has_producers>;
   const Arguments& a;
   Launch u;
   Head x;
@@ -509,9 +514,9 @@ template <class T> struct Block {
     int head, row0;  // counted through the batch; its first query
   };
   FG_DEVICE Place locate(unsigned number) const {
-    const unsigned tiles = (unsigned(a.q_len) + BR - 1) / BR;
+    const unsigned tiles = (unsigned(a.q_len) + P::BR - 1) / P::BR;
     const unsigned head = number / tiles;
-    return {int(head), int(tiles - 1 - (number - head * tiles)) * BR};
+    return {int(head), int(tiles - 1 - (number - head * tiles)) * P::BR};
   }
   FG_DEVICE int row_count(const Place& place) const { return fg::min(BR, int(a.q_len) - place.row0); }
 

@@ -366,9 +366,9 @@ constexpr int DP = 64, DVP = 64;
 // The plan of the forward pass.
 template <class T> struct ForwardPlan;
 template <> struct ForwardPlan<fg::bfloat_t> {
-  static constexpr int BR = 64, BC = 128, warps = 4, stages = 2, q_in_registers = 0, producers = 0, blocks = 3,
-      tensor_copies = 1, warpgroups = 1;
-  static constexpr int threads = 32 * (warps + producers);
+  static constexpr int BR = 64, BC = 128, warps = 4, stages = 2, split = 1, s_columns = 0, warpgroups = 1,
+      producers = 0, blocks = 3, threads = 128, cluster = 1, tensor_copies = 1, pairs_staged = 0, q_in_registers = 0,
+      overlaps_next = 0, q_places = 1, registers = 0, producer_registers = 0;
 };
 // ---- Shared memory --------------------------------------------------------------------------------------------------
 
@@ -580,7 +580,7 @@ namespace forward {
 
 template <class T> struct Block {
   using P = ForwardPlan<T>;
-  static constexpr int BR = P::BR, BC = P::BC, stages = P::stages;
+  static constexpr int BR = P::BR / P::cluster, BC = P::BC, stages = P::stages;
   static constexpr int m_tiles = BR / (16 * P::warps), s_tiles = BC / 8, o_tiles = DVP / 8;
   static_assert(BR % (16 * P::warps) == 0 && BC % 16 == 0, "a warp has whole fragments");
   static_assert(!P::warpgroups || (m_tiles == 1 && P::warps % 4 == 0 && stages == 2), "a warpgroup has 64 rows");
@@ -590,6 +590,7 @@ template <class T> struct Block {
   static constexpr bool has_producers = P::producers > 0;  // others copy, and find the visits
   // one thread starts the copies, and all find the visits
   static constexpr bool self_loading = P::tensor_copies && !has_producers;
+  static constexpr bool overlaps_next = P::overlaps_next;  // from query tile to query tile, where others copy
   static constexpr int chains = P::warpgroups ? 4 : 1;  // of dependent additions and maxima a row, side by side
 
   // Shared memory, in bytes from its start. O takes the place of everything at the end, but for where blocks are
@@ -599,10 +600,10 @@ template <class T> struct Block {
   using VTile = fg::SharedTile<T, BC, DVP>;
   using OTile = fg::SharedTile<T, BR, DVP>;
   // Q of the next tile may come while this one is worked on; there may be a list more for those who find the visits.
-  static constexpr int q_places = 1, lists = 1;
+  static constexpr int q_places = P::q_places, lists = has_producers ? 2 : 1;
   static constexpr bool copies = P::tensor_copies;
   using Signals = fg::Signals<stages>;
-  using QSignals = fg::Signals<1>;
+  using QSignals = fg::Signals<overlaps_next ? q_places : 1>;
   using Memory = ForwardMemory<T>;
   static_assert(Memory::Q_bytes == q_places * QTile::bytes, "Q: what the plan counts");
   static_assert(Memory::K_bytes == stages * KTile::bytes, "K: what the plan counts");
@@ -612,7 +613,7 @@ template <class T> struct Block {
   static_assert(Memory::SIGNALS_bytes == copies * Signals::bytes, "signals: what the plan counts");
   static_assert(Memory::Q_SIGNALS_bytes == copies * QSignals::bytes, "signals: what the plan counts");
 
-  using Notes = QueryNotes<false>;
+  using Notes = QueryNotes<has_producers>;
   const Arguments& a;
   const ForwardMaps* maps;
   Launch u;
@@ -650,9 +651,9 @@ template <class T> struct Block {
     int head, row0;  // counted through the batch; its first query
   };
   FG_DEVICE Place locate(unsigned number) const {
-    const unsigned tiles = (unsigned(a.q_len) + BR - 1) / BR;
+    const unsigned tiles = (unsigned(a.q_len) + P::BR - 1) / P::BR;
     const unsigned head = number / tiles;
-    return {int(head), int(tiles - 1 - (number - head * tiles)) * BR};
+    return {int(head), int(tiles - 1 - (number - head * tiles)) * P::BR};
   }
   FG_DEVICE int row_count(const Place& place) const { return fg::min(BR, int(a.q_len) - place.row0); }
 
@@ -1073,7 +1074,7 @@ template <class T> struct Block {
 
   FG_DEVICE bool begins() const { return visits.noted(&Notes::edges) & BEGINS; }
   FG_DEVICE bool ends() const { return visits.noted(&Notes::edges) & ENDS; }
-  FG_DEVICE int work_tiles() const { return int(a.batch * a.heads) * ((int(a.q_len) + BR - 1) / BR); }
+  FG_DEVICE int work_tiles() const { return int(a.batch * a.heads) * ((int(a.q_len) + P::BR - 1) / P::BR); }
   // By one thread: what the others read of a list beside the visits.
   FG_DEVICE void note(const Place& place, const Head& head, int window, int ordinal) const {
     note(place, head);

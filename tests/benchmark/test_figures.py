@@ -41,9 +41,6 @@ def test_the_page_shows_what_was_measured(measured: Path) -> None:
     assert sweep.of_code.startswith("20")  # the day
     unmeasured = f"## CPU: {figures.FIGURES['totals'].title}\n\nUnmeasured."
     assert unmeasured in page
-    (row,) = (line for line in page.splitlines() if line.startswith("| 128 |"))
-    for point in sweep.points:
-        assert f"| {1e3 * point.seconds.median:.3g} |" in row
 
 
 def test_data_without_pictures_is_kept_and_drawn_later(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:

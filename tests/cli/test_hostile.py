@@ -122,7 +122,7 @@ def test_every_command_can_be_interrupted(spec: Path, monkeypatch: pytest.Monkey
         (("check", "MISSING"), 2, "the file does not exist"),
         (("verify", "BAD"), 1, "unknown name 'causall'"),
         (("plan", "NEAR"), 2, "Did you mean 'small.attn'?"),
-        (("import", "math:sqrt"), 2, "takes 1 arguments"),
+        (("import", "math:sqrt"), 2, "takes 1 argument;"),
         (("verify", "SPEC", "--nmae", "x"), 2, "No such option"),
         (("biuld", "SPEC"), 2, "No such command"),
         (("plan --ranks", "SPEC"), 2, "No such command"),

@@ -16,7 +16,7 @@ from typing import Any
 
 from flashgen.hosts.extents import extents
 from flashgen.hosts.kernel import ArgumentLayout
-from flashgen.hosts.library import LibraryKernel
+from flashgen.hosts.library import Find
 from flashgen.ir.spec import HeadDim
 from flashgen.kinds.field import Field
 
@@ -126,7 +126,7 @@ class RemoteLibrary:
         return function
 
 
-def remote_kernel(process: RemoteProcess, symbol: str, fields: Sequence[Field], head_dim: HeadDim) -> LibraryKernel:
+def remote_functions(process: RemoteProcess, symbol: str, fields: Sequence[Field], head_dim: HeadDim) -> Find:
     """The functions of a kernel's library: each takes the packed arguments, whose pointers are this process's."""
     layout = ArgumentLayout(fields)
     formats = "@" + "".join(FORMATS[field.kind] for field in fields)
@@ -153,10 +153,4 @@ def remote_kernel(process: RemoteProcess, symbol: str, fields: Sequence[Field], 
 
         return call
 
-    return LibraryKernel(
-        layout,
-        function("forward"),
-        function("backward"),
-        function("forward_workspace"),
-        function("backward_workspace"),
-    )
+    return lambda name, _: (function(name), function(f"{name}_workspace"))

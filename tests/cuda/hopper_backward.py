@@ -13,7 +13,7 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.op.loading import load_spec
 from flashgen.op.op import AttentionOp
-from flashgen.targets.gpu.tiles import BackwardTiles
+from flashgen.targets.gpu.schedules import Backward
 from flashgen.verification.verify import verify_case
 from tests.cuda.hopper import changed, random
 from tests.numeric.helpers import failures
@@ -26,7 +26,7 @@ def loaded(name: str, text: str) -> AttentionOp:
 
 
 def check_results_and_bytes(
-    name: str, text: str, shape: tuple[int, int, int, int, int], planned: Callable[[BackwardTiles], bool]
+    name: str, text: str, shape: tuple[int, int, int, int, int], planned: Callable[[Backward], bool]
 ) -> None:
     """The tiles are as ``planned``, results those of float64, and the bytes that move are the predicted ones."""
     op = loaded(name, text)

@@ -11,6 +11,7 @@ from flashgen.ir.expr import Literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.recipe import decide
+from flashgen.targets.gpu.score import Bounded
 from flashgen.verification.verify import verify_case
 from tests.cuda.helpers import variant_of
 from tests.cuda.targets import KINDS, each_by_kind, emulated
@@ -39,17 +40,19 @@ from tests.slices import one_of
     ],
 )
 def test_what_is_bounded(body: str, bounded: bool) -> None:
-    assert (decide(variant_of(f"attention b {{ head_dim 64  {body} }}")).exponent is not None) == bounded
+    recipe = decide(variant_of(f"attention b {{ head_dim 64  {body} }}"))
+    assert isinstance(recipe.score, Bounded) == bounded
 
 
 @pytest.mark.parametrize("cap", [2.0, 30.0, 50.0, -7.0])
 def test_exponents_near_0_are_right(cap: float) -> None:
-    near = decide(variant_of(f"attention near {{ head_dim 64  score {cap} * tanh(s / {cap}) }}")).near
-    assert near is not None
-    assert isinstance(near.bound, Literal)
-    dot = np.linspace(-near.bound.value, near.bound.value, 1_000_001).astype(np.float32)
+    score = decide(variant_of(f"attention near {{ head_dim 64  score {cap} * tanh(s / {cap}) }}")).score
+    small = score.small_tanh
+    assert small is not None
+    assert isinstance(small.bound, Literal)
+    dot = np.linspace(-small.bound.value, small.bound.value, 1_000_001).astype(np.float32)
     exact = LOG2_E * cap * np.tanh(dot.astype(np.float64) / 8 / cap)
-    assert np.abs(_value(near.exponent, dot) - exact).max() < LOG2_E * 3.2e-7 * abs(cap)
+    assert np.abs(_value(small.exponent, dot) - exact).max() < LOG2_E * 3.2e-7 * abs(cap)
 
 
 SPECS = {

@@ -11,7 +11,7 @@ import flashgen
 from flashgen.hosts.emulator import EmulatorError, FaultKind
 from flashgen.ir.types import ElementType
 from flashgen.kinds.ragged import RAGGED
-from flashgen.targets.gpu.registers import HARMLESS_SPILL, accumulators
+from flashgen.targets.gpu.registers import HARMLESS_SPILL
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import planned, variant_of
 from tests.cuda.hopper import EARLY_IN_CLUSTERS, LATE, changed
@@ -53,7 +53,7 @@ def test_who_divides_columns(text: str, cluster: int) -> None:
     assert (f"{tiles.cluster} blocks" in choices) is (tiles.cluster > 1)
     if cluster > 1:
         assert (tiles.Br, tiles.Bc, tiles.warps, tiles.producers, tiles.split) == (64, 64, 8, 4, 2)
-        assert accumulators(variant, ElementType.BF16, tiles) + 16 <= tiles.registers
+        assert tiles.accumulators(variant, ElementType.BF16) + 16 <= tiles.registers[0]
 
 
 def test_sequences_have_other_kernels() -> None:

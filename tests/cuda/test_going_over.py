@@ -76,7 +76,7 @@ def test_other_types_in_one_source() -> None:
 def places_of_q(text: str) -> int:
     tiles = emitted_for(text).plan.by_element[ElementType.BF16].forward
     assert tiles.producers
-    assert tiles.begins_next
+    assert tiles.overlaps_next
     return tiles.q_places
 
 
@@ -92,7 +92,7 @@ def test_who_goes_over() -> None:
     ):
         _, plan = planned(f"attention a {{ {text} }}", "sm_90a")
         for element, tiles in plan.by_element.items():
-            assert tiles.forward.begins_next is (expected and element is not ElementType.F32)
+            assert tiles.forward.overlaps_next is (expected and element is not ElementType.F32)
 
 
 PADDING = "padding"

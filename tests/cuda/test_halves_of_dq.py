@@ -12,7 +12,7 @@ from flashgen.ir.types import ElementType
 from flashgen.kinds.ragged import RAGGED
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.model import padded, spans_of_half
-from flashgen.targets.gpu.registers import HARMLESS_SPILL, accumulators
+from flashgen.targets.gpu.registers import HARMLESS_SPILL
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import planned, variant_of
 from tests.cuda.hopper import EARLY, LATE
@@ -43,11 +43,11 @@ SENT = "head_dim 192  mask causal"  # some of dQ leaves by way of shared memory
 def test_who_divides_dq(text: str, sharing: int) -> None:
     _, plan = planned(f"attention a {{ dtype bf16  {text} }}", "sm_90a")
     (tiles,) = (each.backward for each in plan.elements)
-    assert tiles.dq_in_halves is (sharing > 0)
+    assert tiles.halves_dq is (sharing > 0)
     assert tiles.shares_keys is (sharing == 2)
     if sharing:
-        assert (tiles.Br, tiles.keys, tiles.warps, tiles.producers) == (64, 128 // sharing, 8, 4)
-        assert 8 * tiles.registers + 4 * tiles.producer_registers <= 65536 // 32
+        assert (tiles.Br, tiles.rows, tiles.warps, tiles.producers) == (64, 128 // sharing, 8, 4)
+        assert 8 * tiles.registers[0] + 4 * tiles.registers[1] <= 65536 // 32
     choices = [each.choice for each in plan.decisions if each.about.startswith("backward")]
     assert ("divided among 2 warpgroups" in choices) is (sharing == 2)
     assert ("whole rows of dK and dV" in choices) is (sharing == 1)
@@ -64,7 +64,7 @@ def test_smaller_head_dimensions_have_nothing_of_it(head_dim: int) -> None:
 def test_sequences_have_other_kernels() -> None:
     """Tensor copies alone bring Q and dO, and their maps end where tensors do."""
     plan = TARGET.plan(replace(variant_of(f"attention a {{ {CAUSAL} }}"), kind=RAGGED))
-    assert not any(each.backward.dq_in_halves for each in plan.elements)
+    assert not any(each.backward.halves_dq for each in plan.elements)
 
 
 def test_halves_are_spans_of_whole_instructions() -> None:
@@ -105,7 +105,7 @@ QUICK = ("causal", "capped", "documents")
 )
 def test_results_and_bytes(name: str) -> None:
     text, shape = SPECS[name]
-    check_results_and_bytes(f"halves_{name}", text, shape, lambda tiles: tiles.dq_in_halves)
+    check_results_and_bytes(f"halves_{name}", text, shape, lambda tiles: tiles.halves_dq)
 
 
 @pytest.mark.slow
@@ -222,5 +222,5 @@ def test_registers_of_the_model() -> None:
     for text, numbers in (("head_dim 256", 128 + 32), ("head_dim 192/128", 160 + 32), ("head_dim 288", 160 + 32)):
         variant, plan = planned(f"attention a {{ dtype bf16  {text} }}", "sm_90a")
         tiles = plan.by_element[ElementType.BF16].backward
-        assert accumulators(variant, ElementType.BF16, tiles) == numbers
-        assert numbers + 16 <= tiles.registers
+        assert tiles.accumulators(variant, ElementType.BF16) == numbers
+        assert numbers + 16 <= tiles.registers[0]

@@ -28,13 +28,13 @@ def test_forward_tiles_are_those_of_other_scores(width: str) -> None:
         for element in (ElementType.F16, ElementType.BF16):
             ours, others = (plan.by_element[element].forward for plan in (with_norms, without))
             assert ours.warpgroups
-            if others.takes_turns:  # two warpgroups by turns, beside which nobody takes norms
+            if others.ping_pong:  # two warpgroups by turns, beside which nobody takes norms
                 rows = others.Br // others.cluster  # of a block
-                assert (ours.Br, ours.Bc, ours.split, ours.takes_turns) == (rows, others.Bc, others.split, False)
+                assert (ours.Br, ours.Bc, ours.split, ours.ping_pong) == (rows, others.Bc, others.split, False)
             elif (mask, ours.producers) == ("mask causal", 4) and not others.producers:  # who copies takes the norms
                 assert (ours.Br, ours.Bc) == (192, 128)
             else:
-                of = attrgetter("Br", "Bc", "warps", "producers", "tensor_copies", "split", "takes_turns", "cluster")
+                of = attrgetter("Br", "Bc", "warps", "producers", "tensor_copies", "split", "ping_pong", "cluster")
                 assert of(ours) == of(others)
         assert not with_norms.by_element[ElementType.F32].forward.warpgroups
 

@@ -20,6 +20,7 @@ from flashgen.plan.plan import USUAL_CALLS
 from flashgen.targets.gpu.compile import compile_calls
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.recipe import decide
+from flashgen.targets.gpu.score import Bounded
 from flashgen.targets.gpu.tiles import GpuPlan
 from tests.cuda.helpers import planned, variant_of
 from tests.cuda.nvrtc import needs_nvrtc
@@ -80,12 +81,11 @@ def test_plans_are_those_of_constants(name: str, width: int, target: str) -> Non
     ],
 )
 def test_which_params_bound_scores(body: str, most: float | None) -> None:
-    recipe = decide(variant_of(f"attention bounds {{ head_dim 64  {body} }}"))
-    assert (recipe.exponent is None) == (most is None)
-    assert (recipe.is_bounded is None) == (most is None)
-    if most is not None:
-        assert recipe.is_bounded is not None
-        assert f"<= {most}" in text(recipe.is_bounded)
+    score = decide(variant_of(f"attention bounds {{ head_dim 64  {body} }}")).score
+    assert isinstance(score, Bounded) == (most is not None)
+    if isinstance(score, Bounded):
+        assert score.condition is not None
+        assert f"<= {most}" in text(score.condition)
 
 
 _BRANCH, _PRODUCT = 0x947, 0x9F0  # of warpgroups: the lowest 12 bits of an instruction
@@ -111,7 +111,8 @@ def test_main_loops_of_caps_are_those_of_constants(name: PassName) -> None:
     for each in ("param c: f32", "const c = 50.0"):
         spec = f"attention numbers {{ head_dim 64  dtype bf16  {each}  score softcap(s, c)  mask causal }}"
         source = emit_cuda(planned(spec, "sm_90a")[1], name)
-        (binary,) = compile_calls(source, USUAL_CALLS, "sm_90a").parts.values()
+        (made,) = compile_calls([source], USUAL_CALLS, "sm_90a")
+        (binary,) = made.parts.values()
         every = sections(binary.path.read_bytes())
         found.append(next(x.content for x in every if x.name == f".text.numbers_d64_{name}_bf16"))
     own, others = (lengths_of_main_loops(each)[:2] for each in found)  # where some and where all pairs are kept

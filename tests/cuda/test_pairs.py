@@ -22,9 +22,8 @@ from flashgen.ir.types import ElementType
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.plan.arguments import stored_tensors
 from flashgen.targets.gpu.launches import MOST_IN_TURN
-from flashgen.targets.gpu.model import takes_turns
-from flashgen.targets.gpu.near import FAR
 from flashgen.targets.gpu.recipe import decide
+from flashgen.targets.gpu.score import SMALL
 from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import verify_case
 from tests.cuda.helpers import emitted, variant_of
@@ -103,7 +102,7 @@ def test_gradients(name: str, target: str) -> None:
     ],
 )
 def test_what_is_read_ahead(body: str, ahead: str | None) -> None:
-    found = decide(variant_of(f"attention read {{ head_dim 64  dtype bf16  {body} }}")).ahead
+    found = decide(variant_of(f"attention read {{ head_dim 64  dtype bf16  {body} }}")).prefetch
     assert (None if found is None else text(found)) == ahead
 
 
@@ -357,8 +356,8 @@ def test_which_gradients_batch_entries_take_turns_at(body: str, *, takes: bool) 
     variant = variant_of(f"attention turns {{ dtype bf16  {body} }}")
     plan = GPUS["sm_90a"].plan(variant)
     assert (plan.recipe.in_turn is not None) is takes
-    assert takes_turns(plan.recipe, plan.by_element[ElementType.BF16].backward) is takes
-    assert not any(takes_turns(plan.recipe, each.backward) for each in GPUS["sm_80"].plan(variant).elements)
+    assert plan.by_element[ElementType.BF16].backward.takes_turns(plan.recipe) is takes
+    assert not any(each.backward.takes_turns(plan.recipe) for each in GPUS["sm_80"].plan(variant).elements)
 
 
 def emulated_op(spec: AttentionSpec, kernel: EmulatedKernel) -> AttentionOp:
@@ -429,13 +428,13 @@ def _value(expr: Expr, dot: NDArray[np.float32]) -> NDArray[np.float32]:
 @pytest.mark.parametrize("cap", [2.0, 30.0, 50.0, -7.0])
 def test_scores_near_0_are_right(cap: float) -> None:
     variant = variant_of(f"attention near {{ head_dim 64  score {cap} * tanh(s / {cap}) }}")
-    near = decide(variant).near
-    assert near is not None
-    assert isinstance(near.bound, Literal)
-    assert near.bound.value == pytest.approx(FAR * abs(cap) * 8)  # of products, of which scores are an eighth
-    dot = np.linspace(-near.bound.value, near.bound.value, 1_000_001).astype(np.float32)
+    small = decide(variant).score.small_tanh
+    assert small is not None
+    assert isinstance(small.bound, Literal)
+    assert small.bound.value == pytest.approx(SMALL * abs(cap) * 8)  # of products, of which scores are an eighth
+    dot = np.linspace(-small.bound.value, small.bound.value, 1_000_001).astype(np.float32)
     exact = cap * np.tanh(dot.astype(np.float64) / 8 / cap)
-    assert np.abs(_value(near.score, dot) - exact).max() < 3.2e-7 * abs(cap)
+    assert np.abs(_value(small.score, dot) - exact).max() < 3.2e-7 * abs(cap)
 
 
 def test_tiles_with_few_large_scores() -> None:

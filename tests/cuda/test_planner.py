@@ -12,8 +12,8 @@ from flashgen.plan.plan import Spill
 from flashgen.targets.gpu.model import padded
 from flashgen.targets.gpu.recipe import decide
 from flashgen.targets.gpu.recipes import candidates
-from flashgen.targets.gpu.registers import accumulators, still_spilled
-from flashgen.targets.gpu.tables import ForwardChoice
+from flashgen.targets.gpu.registers import still_spilled
+from flashgen.targets.gpu.schedules import KeyWarps, Warps
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import ELEMENTS, planned, variant_of
 
@@ -72,7 +72,8 @@ def test_larger_memory_takes_larger_tiles() -> None:
 def test_what_spilled_is_passed_over() -> None:
     variant, plan = planned("attention t { head_dim 64 dtype f16 }")
     first = plan.elements[0].forward
-    tile = ForwardChoice(first.Br, first.Bc, first.warps, first.stages, first.q_in_registers)
+    assert isinstance(first, Warps)
+    tile = Warps(first.Br, first.Bc, first.warps, first.stages, first.q_in_registers)
     again = GPUS["sm_80"].plan(variant, spills=[Spill(ElementType.F16, "forward", tile, 512)])
     assert again.elements[0].forward != first
     assert any("spills 512 bytes" in each.reason for each in again.rejected)
@@ -85,13 +86,13 @@ def test_what_will_spill_as_well_is_passed_over_without_a_compilation() -> None:
     rows = [each.row for each in candidates("backward", decide(variant), ElementType.BF16, target, target.recipes)]
     whole, larger, smaller = rows[:3]
     assert (larger.Br, smaller) == (128, replace(larger, Br=64))
-    assert whole == replace(larger, weighed=128)
-    assert accumulators(variant, ElementType.BF16, larger) == 192
-    assert accumulators(variant, ElementType.BF16, smaller) == 128
+    assert whole == replace(larger, s_columns=128)
+    assert larger.accumulators(variant, ElementType.BF16) == 192
+    assert smaller.accumulators(variant, ElementType.BF16) == 128
     spill = Spill(ElementType.BF16, "backward", larger, 1276)
     assert still_spilled(variant, spill, larger) == 1276
     assert still_spilled(variant, spill, smaller) == 1276 - 8 * 64
-    assert still_spilled(variant, spill, replace(smaller, warpgroups=False, producers=0)) == 0
+    assert still_spilled(variant, spill, KeyWarps(64, 128, 8, 2, s_columns=64)) == 0
     assert still_spilled(variant, replace(spill, bytes=400), smaller) == 0
     plan = target.plan(variant, spills=[replace(spill, tile=whole), spill])
     (would,) = (each.reason for each in plan.rejected if "would spill about 764 bytes" in each.reason)

@@ -8,7 +8,6 @@ import pytest
 
 from flashgen.hosts.emulator import FaultKind
 from flashgen.ir.types import ElementType
-from flashgen.targets.gpu.registers import accumulators
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import planned
 from tests.cuda.hopper import EARLY_IN_CLUSTERS, LATE
@@ -44,8 +43,8 @@ def test_who_shares_dq(text: str, shares: bool) -> None:
     (tiles,) = (each.backward for each in plan.elements)
     assert tiles.divides_keys is shares
     if shares:
-        assert (tiles.Br, tiles.Bc, tiles.cluster, tiles.keys, tiles.column_parts) == (64, 128, 2, 64, 1)
-        assert accumulators(variant, ElementType.BF16, tiles) + 32 + 16 <= tiles.registers  # dQ beside
+        assert (tiles.Br, tiles.Bc, tiles.cluster, tiles.rows, tiles.column_parts) == (64, 128, 2, 64, 1)
+        assert tiles.accumulators(variant, ElementType.BF16) + 32 + 16 <= tiles.registers[0]  # dQ beside
 
 
 # Odd numbers of key tiles, and one; grouped heads; what pairs read.

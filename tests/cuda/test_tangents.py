@@ -10,7 +10,6 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.plan import CallKind
 from flashgen.targets.gpu.compile import left_out
 from flashgen.targets.gpu.emit import emit_cuda
-from flashgen.targets.gpu.registers import accumulators
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS
 from flashgen.toolchains.nvrtc import compile_cuda
@@ -60,7 +59,7 @@ def test_what_is_decided(head_dim: int, keys: int) -> None:
     variant, plan = moving(CAUSAL, head_dim)
     tiles = plan.by_element[ElementType.BF16].forward
     assert (tiles.Br, tiles.Bc, tiles.warps, tiles.producers, tiles.tensor_copies) == (128, keys, 8, 4, True)
-    assert accumulators(variant, ElementType.BF16, tiles) == head_dim + keys  # twice, of 64 rows by 128 threads
+    assert tiles.accumulators(variant, ElementType.BF16) == head_dim + keys  # twice, of 64 rows by 128 threads
     decided = {each.question: each.choice for each in plan.decisions if each.about == "forward, bf16"}
     assert decided["overlap"] == "exponentials beside tS, O beside S"
     assert decided["tile order"] == "persistent"

@@ -55,12 +55,12 @@ def test_who_takes_turns(text: str, blocks: int) -> None:
     _, plan = planned(f"attention a {{ dtype bf16  {text} }}", "sm_90a")
     (tiles,) = (each.forward for each in plan.elements)
     assert tiles.warpgroups
-    assert tiles.takes_turns is (blocks > 0)
+    assert tiles.ping_pong is (blocks > 0)
     assert tiles.cluster == max(blocks, 1)
     if blocks:
-        assert (tiles.Br, tiles.Bc, tiles.warps, tiles.split, tiles.weighed) == (64 * blocks, 64, 8, 2, 64)
+        assert (tiles.Br, tiles.Bc, tiles.warps, tiles.split, tiles.s_columns) == (64 * blocks, 64, 8, 2, 64)
         assert (tiles.cluster, tiles.rows) == (blocks, 64)
-        assert 8 * tiles.registers + 4 * tiles.producer_registers <= 65536 // 32
+        assert 8 * tiles.registers[0] + 4 * tiles.registers[1] <= 65536 // 32
 
 
 def test_smaller_head_dimensions_have_nothing_of_it() -> None:
@@ -73,7 +73,7 @@ def test_turns_have_one_stage() -> None:
     """Pinned to two, others multiply."""
     _, plan = planned("attention a { dtype bf16  head_dim 384  schedule { stages = 2 } }", "sm_90a")
     (tiles,) = (each.forward for each in plan.elements)
-    assert (tiles.takes_turns, tiles.stages) == (False, 2)
+    assert (tiles.ping_pong, tiles.stages) == (False, 2)
 
 
 # One tile and many, even and odd; grouped heads; rows and keys that are none; lists; whatever scores and weights read.
@@ -106,7 +106,7 @@ def test_results_and_bytes(name: str) -> None:
             f"attention turns_{name.replace(' ', '_')} {{ dtype {element}  {text} }}", backend="reference"
         ).spec
         op = load_spec(spec, "emulator", "sm_90a")
-        assert all(each.elements[0].forward.takes_turns for each in op.plan.values())
+        assert all(each.elements[0].forward.ping_pong for each in op.plan.values())
         assert all((each.elements[0].forward.cluster == 1) is (name in ALONE) for each in op.plan.values())
         case = verify_case(op, spec.head_dims[0], element, Shape(*shape))
         assert case.ok, failures(case)
@@ -118,7 +118,7 @@ def test_float32_beside_it() -> None:
     spec = flashgen.loads(f"attention turns_of_all {{ {CAUSAL} }}", backend="reference").spec
     op = load_spec(spec, "emulator", "sm_90a")
     for element, turns in ((ElementType.BF16, True), (ElementType.F32, False)):
-        assert all(each.by_element[element].forward.takes_turns is turns for each in op.plan.values())
+        assert all(each.by_element[element].forward.ping_pong is turns for each in op.plan.values())
         case = verify_case(op, spec.head_dims[0], element, Shape(1, 1, 1, 70, 140))
         assert case.ok, failures(case)
 
@@ -152,7 +152,7 @@ def test_windows_of_a_few_tiles(text: str) -> None:
 def test_sequences() -> None:
     """Of lengths from none to several tiles; NaN behind the end of one changes no bit of others."""
     variant = variant_of(f"attention a {{ dtype bf16  {CAUSAL} }}")
-    assert all(each.forward.takes_turns for each in TARGET.plan(replace(variant, kind=RAGGED)).elements)
+    assert all(each.forward.ping_pong for each in TARGET.plan(replace(variant, kind=RAGGED)).elements)
     op = hopper(CAUSAL)
     lengths = ((5, 5), (0, 3), (130, 130), (0, 0), (70, 150), (9, 0), (1, 1), (200, 66))
     q_starts, k_starts = (torch.tensor([0, *each]).cumsum(0).int() for each in zip(*lengths, strict=True))

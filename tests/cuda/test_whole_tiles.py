@@ -35,12 +35,12 @@ PLANTED = {
 )
 def test_which_tiles_are_weighed_whole(text: str, weighed: int) -> None:
     (element,) = planned(f"attention plain {{ dtype bf16  {text} }}", "sm_90a")[1].elements
-    assert element.backward.weighed == weighed
+    assert element.backward.s_columns == weighed
 
 
 @pytest.mark.parametrize("text", ["head_dim 64", CAUSAL])
 def test_results_and_bytes(text: str) -> None:
-    check_results_and_bytes("whole", text, (1, 2, 1, 300, 270), lambda tiles: tiles.weighed == WHOLE)
+    check_results_and_bytes("whole", text, (1, 2, 1, 300, 270), lambda tiles: tiles.s_columns == WHOLE)
 
 
 def test_gradients_repeat() -> None:

@@ -1,7 +1,7 @@
 """The page of errors: every code has a section, whose example gives that code and whose cure gives no diagnostic.
 
-A section holds an example (a spec, commands, or a mod), what is shown, and the example mended. ``UPDATE_EXPECTED=1``
-writes into the page what is shown; read it before you commit it.
+A section holds an example (a spec, commands, or a mod), what is shown, and the cure: the example mended, or which line
+is another one, or goes. ``UPDATE_EXPECTED=1`` writes into the page what is shown; read it before you commit it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tests.documents.pages import Block, blocks, run_console, run_python
 PAGE = ROOT / "docs" / "errors.md"
 PACKAGE = ROOT / "flashgen"
 KEPT = "Nothing reports this code today."
+_MENDED = re.compile(r"Line\s(\d+)\smended:\s`(.+?)`\.|Mended\swithout\sline\s(\d+)\.", re.DOTALL)
 _SECTION = re.compile(r"^### ([EW]\d{3}): (.*)\n((?:(?!##).*\n)*)", re.MULTILINE)
 
 
@@ -68,10 +69,20 @@ def test_the_example_gives_the_code_and_the_cure_does_not(code: str, folder: Pat
     else:
         assert shown == expected
     assert code in shown
+    cures += [mended(example, each) for each in _MENDED.finditer(text)]
     for cure in cures:
-        mended = run_console(cure) if cure.language == "console" else diagnostics(cure)
-        assert not re.search(r"[EW]\d{3}", mended), mended
+        told = run_console(cure) if cure.language == "console" else diagnostics(cure)
+        assert not re.search(r"[EW]\d{3}", told), told
     assert cures or code in ("E002", "E008", "E010"), "a cure, where an example is not made by a command"
+
+
+def mended(example: Block, cure: re.Match[str]) -> Block:
+    """The example with the line that the page writes in the place of another, or without one."""
+    lines = example.text.splitlines()
+    at = int(cure[1] or cure[3]) - 1
+    indent = lines[at][: -len(lines[at].lstrip())]
+    lines[at : at + 1] = [indent + " ".join(cure[2].split())] if cure[2] else []
+    return replace(example, text="\n".join(lines) + "\n")
 
 
 def diagnostics(block: Block) -> str:

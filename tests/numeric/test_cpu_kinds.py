@@ -9,12 +9,13 @@ import pytest
 
 import flashgen
 from flashgen.analysis.variant import analyse
-from flashgen.hosts.library import LibraryKernel
+from flashgen.hosts import cpu_backend
+from flashgen.hosts.library import Find
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.kinds.field import Field
 from flashgen.language import parse_text
 from flashgen.op.op import AttentionOp
+from flashgen.plan.arguments import argument_fields
 from flashgen.targets.cpu.device import GENERIC_CPU
 from flashgen.targets.cpu.emit import emit_cpu
 from flashgen.targets.cpu.plan import plan_cpu
@@ -129,11 +130,13 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_arm64(name: str, flags: str, caller: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole kernels in a process that is emulated; memory behind their tensors cannot be touched."""
     text = f"attention {name}_on_arm {{ {SPECS[name]} }}"
-    (head_dim,) = parse_text(text).specs[0].head_dims
+    (spec,) = parse_text(text).specs
+    (head_dim,) = spec.head_dims
 
-    def load(path: Path, symbol: str, fields: Sequence[Field]) -> LibraryKernel:
-        return remote.remote_kernel(remote.RemoteProcess(EMULATOR, caller, path), symbol, fields, head_dim)
+    def functions_of(path: Path, symbol: str, _names: Sequence[str] = ()) -> Find:
+        process = remote.RemoteProcess(EMULATOR, caller, path)
+        return remote.remote_functions(process, symbol, argument_fields(spec), head_dim)
 
     monkeypatch.setenv("CXX", f"{CROSS_COMPILER} -march=armv8-a {flags}")
-    monkeypatch.setattr(LibraryKernel, "load", load)
+    monkeypatch.setattr(cpu_backend, "functions_of", functions_of)
     judge(flashgen.loads(text))

@@ -13,9 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashgen
 from flashgen.analysis.variant import analyse
-from flashgen.hosts.emulated import recording
+from flashgen.hosts.emulated import SIZE, recording
+from flashgen.hosts.emulator_machine import EmulatorMachine
+from flashgen.hosts.gpu_provider import GpuProvider
+from flashgen.hosts.kernel import ELEMENTS
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
+from flashgen.kinds.ragged import RAGGED
 from flashgen.op.loading import load_spec
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import ShapeClass
@@ -31,6 +35,13 @@ from tests.slices import one_of
 CAUSAL = "attention explained { head_dim 16  mask causal }"
 # What the emulator counts beside it: lists that are made, and reads of captured tensors.
 OPERANDS = ("q", "k", "v", "o", "lse", "d_o", "dq", "dk", "dv", "workspace.delta", "workspace.dq")
+
+
+class CallsAsTheyAre(EmulatorMachine):
+    """It takes the tiles that a GPU takes for a call."""
+
+    def shape_of(self, shape: Shape | None) -> Shape | None:
+        return shape
 
 
 def qkv(length: int, *, heads: int = 2, dtype: torch.dtype = torch.float32, d: int = 16) -> list[Tensor]:
@@ -203,3 +214,17 @@ def test_what_computes_derivatives() -> None:
     assert "dense formula" in found.derivatives[0]
     assert "one sample after another" in str(found)
     assert op.plan.derivatives == found.derivatives
+
+
+@pytest.mark.parametrize(("count", "length", "warps"), [(1, 8192, 12), (16, 1056, 12), (64, 256, 4), (300, 40, 4)])
+def test_ragged_calls_take_the_tiles_of_their_mean_length(count: int, length: int, warps: int) -> None:
+    """All rows together say nothing: 64 sequences of 256 rows are short calls."""
+    spec = flashgen.loads("attention ragged { head_dim 64  mask causal }", backend="reference").spec
+    gpu = product_of(GPUS["sm_90a"])
+    machine = CallsAsTheyAre("emulated", GPUS["sm_90a"], gpu, SIZE, None, None)
+    rows = {"q_len": count * length, "kv_len": count * length}
+    numbers = {"batch": count, "heads": 16, "kv_heads": 16, "dropout_threshold": 0}
+    values = {"element": ELEMENTS.index(ElementType.BF16), **numbers, **rows}
+    provider = GpuProvider(spec, lambda _: machine, kind=RAGGED)
+    made, _ = provider.of_call(spec.head_dims[0], machine, "forward", values)
+    assert made.plan.own.forward.warps == warps

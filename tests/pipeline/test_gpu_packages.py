@@ -178,7 +178,7 @@ def test_a_header_that_was_edited_runs_as_it_stands(file: Path, tmp_path: Path) 
     assert "#error edited" in edited.whole
     assert "#error" not in edited.text
     with pytest.raises(CompileFailed, match=r"flashgen/math.cuh\(\d+\): .*#error directive: edited"):
-        gpu_compile.compile_calls(found.source, ANY_CALLS, "sm_80")
+        gpu_compile.compile_calls([found.source], ANY_CALLS, "sm_80")
     with pytest.raises(FolderRefused, match=r"'include/flashgen/math.cuh' was edited"):
         build_file(file, output=tmp_path, targets=("sm_80",))
     header.unlink()
@@ -275,9 +275,10 @@ def test_spilling_tiles_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(gpu_compile, "compile_cuda_parts", compile_cuda_parts)
     spec = parse_text(SPEC).specs[0]
-    kernel = assembled(analyse(spec, spec.head_dims[0]), SM_80, part=Part(ElementType.BF16, "forward")).kernel
+    own = compiled(analyse(spec, spec.head_dims[0]), SM_80, part=Part(ElementType.BF16, "forward"))
+    (made,) = assembled([own])
     assert len(texts) == 2
-    (lost,) = kernel.plan.rejected
+    (lost,) = made.kernel.plan.rejected
     assert isinstance(lost, Rejection)
     assert lost.pass_name == "forward"
     assert "spills 200 bytes of registers" in lost.reason

@@ -289,7 +289,7 @@ def test_a_part_holds_the_kernels_of_its_type() -> None:
     spec = parse_text("attention typed { head_dim 16  mask causal }").specs[0]
     variant = analyse(spec, spec.head_dims[0])
     for name in BOTH:
-        made = assembled(variant, SM_80, part=Part(ElementType.BF16, name, CallKind()))
+        (made,) = assembled([compiled(variant, SM_80, part=Part(ElementType.BF16, name))], CallKind())
         assert made.binary.kernels
         assert all(each.name.partition("_bf16")[1] for each in made.binary.kernels)
 
@@ -394,8 +394,8 @@ def test_parts_hold_the_kernels_of_their_pass(name: PassName, dropout: int, dete
     spec = parse_text(text).specs[0]
     variant = analyse(spec, spec.head_dims[0])
     values = {"dropout_threshold": dropout, "deterministic": deterministic, "grad_w": 1}
-    part = Part(ElementType.BF16, name, ANY_CALLS if of_any else gpu_calls.kind_of(name, values))
-    made = assembled(variant, SM_80, part=part)
+    calls = ANY_CALLS if of_any else gpu_calls.kind_of(name, values)
+    (made,) = assembled([compiled(variant, SM_80, part=Part(ElementType.BF16, name))], calls)
     content = b"".join(each.path.read_bytes() for each in made.binary.parts.values())
     plan = made.kernel.plan
     assert isinstance(plan, GpuPlan)
@@ -419,7 +419,7 @@ def test_the_usual_calls_compile_no_other_kernels(body: str, kernels: set[str]) 
     """A first call waits for what it starts: not for kernels with dropout, nor for those that repeat."""
     spec = parse_text(f"attention usual {{ head_dim 16  dtype bf16  {body} }}").specs[0]
     variant = analyse(spec, spec.head_dims[0])
-    made = assembled(variant, SM_80, part=Part(ElementType.BF16, "backward", CallKind()))
+    (made,) = assembled([compiled(variant, SM_80, part=Part(ElementType.BF16, "backward"))], CallKind())
     prefix = f"{made.kernel.source.symbol}_"
     found = {each.name.removeprefix(prefix) for each in made.binary.kernels}
     assert {each for each in found if each.startswith(("backward", "keys", "queries"))} == kernels

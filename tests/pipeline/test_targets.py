@@ -57,7 +57,7 @@ def test_every_target_plans_and_emits_alike(name: str) -> None:
     assert set(plan.elements_apart)
     for element in plan.elements_apart:
         assert {"forward", "backward"} <= set(plan.of_element(element))
-    assert plan.joined(dict.fromkeys(plan.elements_apart, plan)) == plan
+    assert plan.joined(dict.fromkeys(plan.elements_apart, (plan, plan))) == plan
     for each in compiled(variant, target).parts():
         assert each.source.target == name
         assert each.source.file_name.startswith(f"{each.source.symbol}_")

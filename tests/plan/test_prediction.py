@@ -21,7 +21,7 @@ from flashgen.targets.device_table import known_devices, product_of
 from flashgen.targets.gpu import cost as gpu_cost
 from flashgen.targets.gpu.by_shape import rivals
 from flashgen.targets.gpu.product import Gpu
-from flashgen.targets.gpu.registers import MOST, accumulators, registers
+from flashgen.targets.gpu.registers import MOST, registers
 from flashgen.targets.gpu.tiles import ElementPlan
 from flashgen.targets.registry import GPUS as TARGETS
 from tests.cuda.helpers import planned
@@ -146,7 +146,7 @@ def test_a_spill_is_expected_beyond_the_last_register() -> None:
     tiles = TARGETS["sm_80"].plan(each).elements[0].forward
     wide = replace(tiles, Br=128, Bc=128, warps=4)
     assert registers(each, ElementType.F16, wide) > MOST
-    assert accumulators(each, ElementType.F16, wide) == 128 * (256 + 128) // 128
+    assert wide.accumulators(each, ElementType.F16) == 128 * (256 + 128) // 128
 
 
 @needs_nvrtc

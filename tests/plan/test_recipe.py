@@ -18,14 +18,16 @@ from flashgen.language import parse_text
 from flashgen.plan.recipe import Decision, Rule, gathered
 from flashgen.store.headers import shipped_header
 from flashgen.targets.gpu import rules as gpu_rules
-from flashgen.targets.gpu.recipe import MOST_LSE, Lists, SumsOfDq, decide
-from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan
+from flashgen.targets.gpu.recipe import Lists, decide
+from flashgen.targets.gpu.schedules import Backward, Forward
+from flashgen.targets.gpu.score import MOST_LSE, Extremes, Product, Weighing
+from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.wgmma import rules as wgmma_rules
 from tests.cli.helpers import flashgen
 
 TARGETS = Path(package.__file__).parent / "targets"
 # What decides; whoever else asks one of these would decide again.
-DECIDES = {"recipe.py", "recipes.py", "rules.py", "tables.py", "diagonals.py", "ahead.py", "near.py"}
+DECIDES = {"recipe.py", "recipes.py", "rules.py", "tables.py", "diagonals.py", "prefetch.py", "score.py"}
 POLICY = {
     "is_irregular",
     "is_cut",
@@ -33,8 +35,8 @@ POLICY = {
     "takes_longer_than_a_read",
     "over_diagonals",
     "DOT",
-    "read_ahead",
-    "near_tanh",
+    "prefetched",
+    "score_of",
 }
 GALLERY = ("causal", "alibi", "packed_documents", "softcap", "t5", "random_blocks", "evoformer", "gaussian_regression")
 
@@ -66,13 +68,13 @@ def test_plans_are_of_their_recipes(specs: Path, name: str, target: str) -> None
         for title, tiles in plan.passes.items():
             said = {each.question: each.choice for each in plan.decided(title)}
             assert ("wgmma" in said["products"]) == tiles.warpgroups  # type: ignore[attr-defined]
-            if not isinstance(tiles, ForwardTiles | BackwardTiles):
+            if not isinstance(tiles, Forward | Backward):
                 continue
-            persistent = tiles.tensor_copies if isinstance(tiles, ForwardTiles) else tiles.persistent
+            persistent = tiles.tensor_copies if isinstance(tiles, Forward) else tiles.persistent
             assert (said["staging"] == "tensor copies") == tiles.tensor_copies
             assert ("producer" in said["roles"]) == (tiles.producers > 0)
             assert (said["tile order"] == "persistent") == persistent
-            assert ("prologue" in said) == tiles.begins_next
+            assert ("prologue" in said) == (tiles.prefetches_next or getattr(tiles, "overlaps_next", False))
 
 
 def test_what_is_decided_of_well_known_masks(specs: Path) -> None:
@@ -83,13 +85,15 @@ def test_what_is_decided_of_well_known_masks(specs: Path) -> None:
     assert not found["causal"].longest_first
     assert found["t5"].numbers
     assert not found["alibi"].numbers
-    assert found["causal"].weights_first
-    assert not found["causal"].folded
-    assert found["softcap"].folded
-    assert found["softcap"].bounded
-    assert not found["gaussian_regression"].weights_first
-    assert found["causal"].dq is SumsOfDq.ADDED_UP
-    assert found["gaussian_regression"].dq is SumsOfDq.OWN_KERNEL
+    assert isinstance(found["causal"].score, Product)
+    assert found["causal"].weighing is Weighing.FIRST
+    assert found["causal"].extremes is Extremes.MARKS
+    assert found["softcap"].weighing is Weighing.WITH_SLOPE
+    assert found["softcap"].extremes is Extremes.NONE
+    assert found["gaussian_regression"].weighing is Weighing.LAST
+    assert found["gaussian_regression"].extremes is Extremes.TOPS
+    assert found["causal"].one_pass
+    assert not found["gaussian_regression"].one_pass
 
 
 @pytest.mark.parametrize(
@@ -107,7 +111,7 @@ def test_what_is_decided_of_well_known_masks(specs: Path) -> None:
 def test_what_weights_take_in(text: str, folded: bool, bounded: bool) -> None:
     (spec,) = parse_text(f"attention a {{ head_dim 64  {text} }}").specs
     recipe = decide(analyse(spec, spec.head_dims[0]))
-    assert (recipe.folded, recipe.bounded) == (folded, bounded)
+    assert (recipe.weighing.with_slope, recipe.extremes is Extremes.NONE) == (folded, bounded)
 
 
 def test_kernels_call_the_same_scores_extreme() -> None:

@@ -109,14 +109,13 @@ def bench(
 ) -> None:
     """Time a spec forward, and forward with backward, beside its peers.
 
-    These are sdpa, flex (compiled FlexAttention), standard (the paper's Algorithm 0), rabe_staats (the same in chunks
-    of sqrt(Nk) keys under checkpoints) and dense (any spec, composed of PyTorch's operators). All take turns in every
-    round; ratios are taken within a round, and shown as the median with the quartiles. A float32 matrix product of
-    2048 x 2048 takes turns with them, and every speed is shown as a share of its speed.
+    Peers are sdpa, flex (compiled FlexAttention), standard (the paper's Algorithm 0), rabe_staats (chunks of sqrt(Nk)
+    keys under checkpoints) and dense (any spec by PyTorch's operators). All take turns with a float32 matrix product
+    of 2048 x 2048, and every speed is a share of its speed. Ratios are medians over rounds, with quartiles.
 
-    --sweep draws the paper's figures: run time and memory by length (block_sparse among the peers is flashgen with the
-    butterfly of blocks as its layout), run time and HBM bytes by the size of the blocks, run time by the share of
-    blocks kept, and as totals flops, HBM bytes and run time of one shape. Ctrl-C ends it with what was measured.
+    --sweep draws the paper's figures: run time and memory by length (block_sparse is flashgen with a butterfly of
+    blocks), run time and HBM bytes by the size of blocks, run time by the share of blocks kept, and as totals flops,
+    HBM bytes and run time of one shape. Ctrl-C keeps what was measured.
     """
     from flashgen.tuning.timing import cuda_is_there
 

@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -209,10 +209,10 @@ def compiled_ahead(names: Sequence[str]) -> None:
 
 
 def _compile(spec: AttentionSpec, element: ElementType, target: str) -> None:
-    from flashgen.compiler.compiled import assembled
+    from flashgen.compiler.compiled import assembled, compiled
 
     try:
-        assembled(analyse(spec, spec.head_dims[0]), GPUS[target], part=Part(element))
+        assembled([compiled(analyse(spec, spec.head_dims[0]), GPUS[target], part=Part(element))])
     except SpecError as error:  # a tile that does not fit is left out of the figure, with its reason
         print(error.diagnostics[0].message)
 
@@ -230,27 +230,27 @@ def draw(sweep: Sweep, path: Path) -> None:
 
 
 def write_page(out: Path) -> None:
-    """OUT/README.md: every figure that there is, with a table of its numbers."""
+    """OUT/README.md: every figure that there is, and how it was made."""
     lines = [
         "# Figures",
         "",
-        "The experiments of the FlashAttention paper (Dao et al., 2022, arXiv:2205.14135), measured on the machines",
-        "that are named below each figure, at the commit that stands there: kernels may have changed since.",
-        "`make figures` measures and draws those for the CPU, `python -m tools.benchmarks.figures --device cuda`",
-        "a GPU.",
-        "The data lies beside each picture as JSON; `--draw` draws it again.",
+        "The experiments of the FlashAttention paper (Dao et al., 2022, arXiv:2205.14135). Below each picture stand",
+        "the spec, the machine and the commit that was measured; kernels may have changed since. The numbers are in",
+        "the data. `make figures` measures and draws a CPU's, `python -m tools.benchmarks.figures --device cuda` a",
+        "GPU's; `--draw` draws data again.",
     ]
     for device, heading in (("cuda", "GPU"), ("cpu", "CPU")):
         for name, figure in FIGURES.items():
+            lines += ["", f"## {heading}: {figure.title}", ""]
             data = out / device / f"{name}.json"
             if not data.is_file():
-                lines += ["", f"## {heading}: {figure.title}", "", "Unmeasured."]
+                lines += ["Unmeasured."]
                 continue
             sweep = Sweep.from_json(json.loads(data.read_text(encoding="utf-8")))
             place = f"{device}/{name}"
-            lines += ["", f"## {heading}: {figure.title}", "", f"![{figure.title}]({place}.png)", ""]
+            lines += [f"![{heading}: {name}]({place}.png)", ""]
             lines += [f"{caption(sweep)}. [SVG]({place}.svg), [data]({place}.json)."]
-            lines += ["", *_TABLES.get(figure.kind, table)(sweep)]
+            lines += ["", *totals_table(sweep)] if figure.kind == "totals" else []
             lines += ["", left_out(sweep)] if sweep.absent else []
     (out / "README.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
@@ -263,25 +263,6 @@ def left_out(sweep: Sweep) -> str:
         reasons.setdefault((each.who, why), {})[each.label] = None
     told = (f"{who} at {', '.join(labels)} ({why})" for (who, why), labels in reasons.items())
     return f"Not measured: {'; '.join(told)}."
-
-
-def table(sweep: Sweep) -> list[str]:
-    """Milliseconds in Markdown: a row for each place, a column for each pass of each that was measured."""
-    columns = list(dict.fromkeys((point.who, point.backward) for point in sweep.points))
-    columns.sort(key=lambda column: column[1])
-    heads = [f"{who}, {'forward + backward' if backward else 'forward'}" for who, backward in columns]
-    places: dict[str, dict[tuple[str, bool], Point]] = {}
-    for point in sweep.points:
-        label = f"{point.label} (the planner's)" if point.series == "planner" else point.label
-        places.setdefault(label, {})[point.who, point.backward] = point
-    lines = ["| | " + " | ".join(f"{head} (ms)" for head in heads) + " | HBM bytes of flashgen's (MiB) |"]
-    lines.append("|---|" + "---|" * (len(heads) + 1))
-    for label, found in places.items():
-        cells = [_milliseconds(found[column]) if column in found else "" for column in columns]
-        own = found.get(("flashgen", True))
-        moved = f"{own.hbm_bytes / 2**20:.0f}" if own and own.hbm_bytes else ""
-        lines.append(f"| {label} | {' | '.join([*cells, moved])} |")
-    return lines
 
 
 def totals_table(sweep: Sweep) -> list[str]:
@@ -299,14 +280,6 @@ def totals_table(sweep: Sweep) -> list[str]:
     for name, values in cells.items():
         lines.append(f"| {name} | {' | '.join('' if value is None else f'{value:.3g}' for value in values)} |")
     return lines
-
-
-_TABLES: Mapping[str, Callable[[Sweep], list[str]]] = {"totals": totals_table}
-
-
-def _milliseconds(point: Point) -> str:
-    value = 1e3 * point.seconds.median
-    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -25,7 +25,7 @@ import torch
 
 import flashgen
 from flashgen.analysis.variant import analyse
-from flashgen.compiler.compiled import assembled
+from flashgen.compiler.compiled import assembled, compiled
 from flashgen.hosts.backends import gpu_at_hand
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
@@ -76,7 +76,8 @@ def _build(file: Path) -> tuple[str, ...]:
         for element in elements:
             inputs = random_inputs(op.spec, shape, head_dim, TORCH_DTYPES[element]).to("cuda")
             op(inputs.q, inputs.k, inputs.v, **inputs.named)
-            kernels += assembled(analyse(op.spec, head_dim), target, part=Part(element)).binary.kernels
+            (made,) = assembled([compiled(analyse(op.spec, head_dim), target, part=Part(element))])
+            kernels += made.binary.kernels
     most = max(kernel.registers for kernel in kernels)
     spilled = ", ".join(f"{each.name} {each.spill_bytes}" for each in kernels if each.spill_bytes) or "0"
     return (f"{time.perf_counter() - start:.1f}", ", ".join(map(str, elements)), str(most), spilled)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import flashgen
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.compiler.compiled import assembled
+from flashgen.compiler.compiled import assembled, compiled
 from flashgen.diagnostics import SpecError
 from flashgen.hosts.backends import gpu_at_hand
 from flashgen.hosts.cuda import current_device, describe_device
@@ -43,7 +43,8 @@ from flashgen.targets.device_table import known_devices, product_of
 from flashgen.targets.gpu import cost as gpu_cost
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.recipe import decide
-from flashgen.targets.gpu.tiles import BackwardTiles, ElementPlan, ForwardTiles, GpuPlan
+from flashgen.targets.gpu.schedules import Backward, Forward
+from flashgen.targets.gpu.tiles import ElementPlan, GpuPlan
 from flashgen.targets.registry import GPUS
 from flashgen.toolchains.cpp import compile_sources
 from flashgen.tuning.timing import paired_times
@@ -165,7 +166,7 @@ def _candidate(head_dim: int, dtype: str, pins: Sequence[str]) -> Candidate:
 def compiled_for_gpu(candidate: Candidate, target: str) -> ElementPlan | str:
     """Compile into the cache, in a process of its own; the plan that came of it, or why there is none."""
     try:
-        kernel = assembled(candidate.variant, GPUS[target], part=Part(ElementType.BF16))
+        (kernel,) = assembled([compiled(candidate.variant, GPUS[target], part=Part(ElementType.BF16))])
     except SpecError as error:
         return str(error.diagnostics[0].message)
     plan = kernel.kernel.plan
@@ -275,7 +276,7 @@ def _call(ready: Ready, name: str, shape: Shape, head_dim: int, *, on_gpu: bool)
 
 def _describe(tiles: Tiles) -> str:
     text = f"{tiles.Br} × {tiles.Bc}"
-    if isinstance(tiles, ForwardTiles | BackwardTiles):
+    if isinstance(tiles, Forward | Backward):
         text += f", {tiles.warps} warps{' in groups' if tiles.warpgroups else ''}, {tiles.stages} stages"
         text += f", {tiles.producers} warps that copy" if tiles.producers else ""
     return text

@@ -141,7 +141,7 @@ def _resources(taken: Any, launch: Any) -> Entry:
 def _provider(spec: str, target: str, kind: Kind) -> GpuProvider:
     gpu = known_devices().gpus[_PRODUCTS[target]]
     driver: Any = SimpleNamespace(size=None)
-    machine = CudaMachine(driver, "of the sample", gpu.target, gpu)
+    machine = CudaMachine("of the sample", gpu.target, gpu, driver.size, driver)
     return GpuProvider(_op(spec).spec, lambda _index: machine, kind=kind)
 
 
@@ -176,7 +176,7 @@ def _cpu(piece: Piece) -> dict[str, Entry]:
     with _compiler(piece.target):
         start = time.time()
         source = _source(piece, target)
-        binary = target.compile(source)
+        (binary,) = target.compile([source])
         seconds = None if binary.cached else time.time() - start
     digests = function_digests(binary.path)
     return {name: {"digest": digest, "program_seconds": seconds} for name, digest in digests.items()}

@@ -19,7 +19,7 @@ from flashgen.compiler.compiled import compiled as compiled_kernel
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts.emulator_machine import emulator_provider
 from flashgen.hosts.kernel import KernelProvider
-from flashgen.hosts.library import LibraryKernel, load_forward_mode
+from flashgen.hosts.library import LibraryKernel
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.kinds.dense import DENSE
@@ -83,8 +83,11 @@ def _on_the_cpu(case: Case, spec: AttentionSpec, scratch: Path) -> AttentionOp:
         for key, source, binary in zip(wanted, sources, binaries, strict=False)
     }
     moving = [
-        load_forward_mode(
-            binary.path, source.symbol, argument_fields(variant.spec, variant.kind), variant.kind.passes[0]
+        LibraryKernel.load(
+            binary.path,
+            source.symbol,
+            argument_fields(variant.spec, variant.kind),
+            "jvp" if variant.kind is FORWARD_MODE else "jvp_backward",
         )
         for variant, source, binary in zip(of_tangents, sources[len(wanted) :], binaries[len(wanted) :], strict=True)
     ]

@@ -12,7 +12,7 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 from flashgen.op.op import AttentionOp
 from flashgen.plan.plan import Tiles
-from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, QueryTiles, multiplying
+from flashgen.targets.gpu.schedules import Backward, Forward, Queries, Schedule
 from tools.fuzz.draws import CallDraw
 from tools.fuzz.inputs import head_dim_of
 from tools.fuzz.parts import has_parts
@@ -55,7 +55,7 @@ def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequenc
         if each.name == "backward":
             one_pass = any(name.startswith("_backward") for name in names)
             keys = tiles["backward"]
-            assert isinstance(keys, BackwardTiles), "kernels are of a GPU"
+            assert isinstance(keys, Backward), "kernels are of a GPU"
             added = ("dQ added up", *(("persistent",) if keys.persistent else ())) if one_pass else ()
             found.append(f"keys: {', '.join((*_kind(keys), *added))}")
             if not one_pass:
@@ -68,30 +68,16 @@ def kinds(op: AttentionOp, spec: AttentionSpec, call: CallDraw, counted: Sequenc
 
 def _kind(tiles: Tiles) -> tuple[str, ...]:
     """What a kernel with these tiles is made of, in words, where kernels of one target differ in it."""
-    match tiles:
-        case ForwardTiles(warpgroups=True):
-            turns = ("turns",) if tiles.takes_turns else ()
-            return (*_of_warpgroups(tiles), *_split(divided=tiles.split > 1), *turns, *_cluster(tiles))
-        case ForwardTiles(stages=stages):
-            q = ("Q in registers",) if tiles.q_in_registers else ()
-            return ("warps", f"{min(stages, 2)} stage{'s' * (stages > 1)}", *q, *_split(divided=tiles.split > 1))
-        case BackwardTiles(warpgroups=True):
-            return (*_of_warpgroups(tiles), *_split(divided=tiles.shares_keys), *_cluster(tiles))
-        case BackwardTiles(stages=stages):
-            return ("warps", f"{stages} stage{'s' * (stages > 1)}", *_split(divided=tiles.split > 1))
-        case QueryTiles():
-            return ("warpgroups" if tiles.warpgroups else "warps", *_split(divided=tiles.split > 1))
-    return ()
-
-
-def _of_warpgroups(tiles: ForwardTiles | BackwardTiles) -> tuple[str, ...]:
-    copies = "producer warps" if tiles.producers else "warpgroup copies for itself"
-    return (multiplying(tiles), copies, *(("tensor copies",) if tiles.tensor_copies else ()))
-
-
-def _split(*, divided: bool) -> tuple[str, ...]:
-    return ("split head dimension",) if divided else ()
-
-
-def _cluster(tiles: ForwardTiles | BackwardTiles) -> tuple[str, ...]:
-    return (f"{tiles.cluster} blocks a cluster",) if tiles.cluster > 1 else ()
+    if not isinstance(tiles, Schedule):
+        return ()
+    split = ("split head dimension",) if tiles.split > 1 else ()
+    if isinstance(tiles, Queries):
+        return ("warpgroups" if tiles.warpgroups else "warps", *split)
+    if tiles.warpgroups:
+        copies = "producer warps" if tiles.producers else "warpgroup copies for itself"
+        found = (tiles.multipliers, copies, *(("tensor copies",) if tiles.tensor_copies else ()), *split)
+        turns = ("turns",) if tiles.ping_pong else ()
+        return (*found, *turns, *((f"{tiles.cluster} blocks a cluster",) if tiles.cluster > 1 else ()))
+    stages = min(tiles.stages, 2) if isinstance(tiles, Forward) else tiles.stages
+    q = ("Q in registers",) if isinstance(tiles, Forward) and tiles.q_in_registers else ()
+    return ("warps", f"{stages} stage{'s' * (stages > 1)}", *q, *split)

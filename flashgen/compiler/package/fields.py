@@ -50,10 +50,11 @@ def _made(kind: Any, value: Any, where: str) -> Any:
 
 
 def _likeliest(kinds: Sequence[Any], value: Any) -> Any:
-    """Of several dataclasses the one whose fields differ least from those that are there."""
+    """Of several dataclasses the one that ``schedule`` names, else the one whose fields differ least from these."""
     if len(kinds) == 1 or not isinstance(value, dict):
         return kinds[0]
-    return min(kinds, key=lambda kind: len(_types(kind).keys() ^ value.keys()))
+    named = value.get("schedule")
+    return min(kinds, key=lambda kind: (kind.__name__ != named, len(_types(kind).keys() ^ value.keys())))
 
 
 def _instance(kind: Any, value: dict[str, Any], where: str) -> Any:

@@ -1,4 +1,4 @@
-"""The rules of thumb that decide on CPUs, each once, with the measurement behind it (``docs/notebook.md`` has more)."""
+"""The rules of thumb that decide on CPUs, each with its measurement; ``docs/notebook.md`` has what lost."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from flashgen.targets.cpu import limits
 from flashgen.targets.cpu.device import GENERIC_CPU, Cpu, local_cpu
 from flashgen.targets.cpu.plan import plan_cpu
 from flashgen.targets.cpu.tiles import CpuPlan
-from flashgen.toolchains.cpp import Binary, CompilerMissing, compile_sources, cpu_identity, find_compiler
+from flashgen.toolchains.cpp import Binary, compile_sources, cpu_identity, find_compiler
 from flashgen.toolchains.cpu_features import needed, system
 
 
@@ -52,9 +51,8 @@ class CpuTarget:
 
         return replace(cpu_source(variant, emitted), defines=plan.defines)
 
-    def compile(self, source: KernelSource, calls: CallKind = ANY_CALLS) -> Binary:  # noqa: ARG002 - it has all of them
-        (binary,) = compile_sources([source])
-        return binary
+    def compile(self, sources: Sequence[KernelSource], calls: CallKind = ANY_CALLS) -> tuple[Binary, ...]:  # noqa: ARG002 - they have all
+        return compile_sources(sources)
 
     def spills(self, plan: CpuPlan, binary: Binary) -> tuple[Spill, ...]:  # noqa: ARG002 - a compiler says nothing of them
         return ()
@@ -84,10 +82,6 @@ class CpuTarget:
             tiles=plan.tiles_as_json(),
         )
         return Packed(kernel, binaries=(Image(described, binary.path.read_bytes()),))
-
-    def prepare(self, sources: Sequence[KernelSource], calls: CallKind | None) -> None:  # noqa: ARG002 - see above
-        with contextlib.suppress(CompilerMissing):
-            compile_sources(sources)
 
 
 def targets() -> Mapping[str, CpuTarget]:

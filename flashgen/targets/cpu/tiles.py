@@ -56,8 +56,8 @@ class CpuPlan(Plan):
     def of_element(self, element: ElementType) -> Mapping[str, Tiles]:  # noqa: ARG002 - inside all is float32
         return self.tiles[Products.VECTORS]
 
-    def joined(self, plans: Mapping[ElementType, CpuPlan]) -> CpuPlan:
-        (found,) = plans.values()
+    def joined(self, plans: Mapping[ElementType, tuple[CpuPlan, CpuPlan]]) -> CpuPlan:
+        ((found, _),) = plans.values()
         return found
 
     @property

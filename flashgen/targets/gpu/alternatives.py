@@ -22,7 +22,7 @@ from flashgen.targets.gpu.cost import pass_time
 from flashgen.targets.gpu.plan import plan_gpu
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.tiles import ElementPlan, multiplying, staged
+from flashgen.targets.gpu.tiles import ElementPlan
 
 GPU_ROWS, GPU_COLUMNS, GPU_WARPS = (64, 128, 192), (32, 64, 96, 128), (4, 8, 12)
 
@@ -50,7 +50,7 @@ def pinned_plan(recipe: Recipe, gpu: Gpu, element: ElementType, schedule: Schedu
     """The plan of this element type under another schedule, None where that cannot work."""
     spec = replace(recipe.variant.spec, schedule=schedule, dtypes=(element,))
     try:
-        return plan_gpu(recipe.with_spec(spec), gpu.target, gpu.target.recipes).own
+        return plan_gpu(recipe.of(spec=spec), gpu.target, gpu.target.recipes).own
     except SpecError:
         return None
 
@@ -58,13 +58,13 @@ def pinned_plan(recipe: Recipe, gpu: Gpu, element: ElementType, schedule: Schedu
 def gpu_runners_up(recipe: Recipe, tiles: ElementPlan, gpu: Gpu, shape: Shape, name: str) -> tuple[RunnerUp, ...]:
     """The best other tiles by the model, which may prefer some that come later in the planner's order."""
     chosen = pass_time(recipe, tiles, gpu, shape, name)
-    dense = recipe.with_keep(literal(True))  # a mask's tiles take time to count
+    dense = recipe.of(keep=literal(True))  # a mask's tiles take time to count
     candidates = gpu_candidates(recipe, gpu, tiles, name)
     others = sorted(candidates, key=lambda other: pass_time(dense, other, gpu, shape, name).seconds)
     found = []
     for other in others[:MOST]:
         tile = other.passes[name]
-        what = f"{multiplying(tile)}, {staged(tile)}, {tile.sram_bytes / 1024:.0f} KiB"
+        what = f"{tile.multipliers}, {tile.staged}, {tile.sram_bytes / 1024:.0f} KiB"
         found.append(runner_up(tile, what, pass_time(recipe, other, gpu, shape, name), chosen))
     return tuple(sorted(found, key=lambda each: each.seconds))
 

@@ -27,6 +27,7 @@ from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tiles import ElementPlan
 
 MARGIN = 1.05  # over the planner's choice, by the model: half of what it is off by
+LOOKING = 1.1  # times as long as the model says takes a tile that looks for maxima where the planner's need not
 LONG = Shape(1, 64, 64, 8192, 8192)  # as where the tables were measured; longer and more is no other class
 # Heads that leave multiprocessors without a block, and many short sequences.
 PROBES = (Shape(1, 8, 8, 1024, 1024), Shape(1, 64, 64, 512, 512))
@@ -34,11 +35,15 @@ PROBES = (Shape(1, 8, 8, 1024, 1024), Shape(1, 64, 64, 512, 512))
 
 @dataclass(frozen=True)
 class Rival:
-    """A tile of one pass that some class may take. ``usual``: the planner's time over its time for long sequences."""
+    """A tile of one pass that some class may take. ``usual``: the planner's time over its time for long sequences.
+
+    ``handicap``: what the model does not say of it.
+    """
 
     tile: Tile
     plan: ElementPlan
     usual: float
+    handicap: float
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,8 @@ class Rivals:
         own = pass_time(self.recipe, self.own, self.gpu, shape, name).seconds
         best, most = None, MARGIN
         for each in self.passes[name]:
-            gain = own / pass_time(self.recipe, each.plan, self.gpu, shape, name).seconds / max(1.0, each.usual)
+            seconds = pass_time(self.recipe, each.plan, self.gpu, shape, name).seconds
+            gain = own / seconds / max(1.0, each.usual) / each.handicap
             if gain >= most:
                 best, most = each, gain
         return best, most
@@ -98,7 +104,10 @@ def _rivals_of_pass(recipe: Recipe, gpu: Gpu, own: ElementPlan, name: str) -> tu
     for shape in PROBES if others else ():
         tile = min(others, key=lambda each: seconds(others[each], shape))
         if tile not in found:
-            found[tile] = Rival(tile, others[tile], seconds(own, LONG) / seconds(others[tile], LONG))
+            plan = others[tile]
+            looks = name == "forward" and own.forward.maxima_by_sums(recipe) > plan.forward.maxima_by_sums(recipe)
+            usual = seconds(own, LONG) / seconds(plan, LONG)
+            found[tile] = Rival(tile, plan, usual, LOOKING if looks else 1.0)
     return tuple(found.values())
 
 

@@ -30,11 +30,10 @@ from flashgen.targets.gpu.model import (
     FLOAT,
     MERGED_WEIGHTS,
     MERGING_THREADS,
-    finds_selected,
-    merging_shares,
     padded,
 )
-from flashgen.targets.gpu.tiles import ElementPlan, ForwardTiles
+from flashgen.targets.gpu.schedules import Forward
+from flashgen.targets.gpu.tiles import ElementPlan
 
 _Columns = tuple[NDArray[np.int64], NDArray[np.int64]]
 
@@ -69,16 +68,16 @@ def bytes_of_caches(
     return found
 
 
-def _parts_with_tiles(tiles: ForwardTiles, values: Mapping[str, Any]) -> int:
+def _parts_with_tiles(tiles: Forward, values: Mapping[str, Any]) -> int:
     """Of a sequence: its tiles are dealt out evenly, to the first parts."""
     visited = -(-int(values["kv_len"]) // tiles.Bc)
     return -(-visited // max(-(-visited // int(values["splits"])), 1))
 
 
-def _left_and_merged(variant: Variant, tiles: ForwardTiles, values: Mapping[str, Any]) -> Mapping[str, int]:
+def _left_and_merged(variant: Variant, tiles: Forward, values: Mapping[str, Any]) -> Mapping[str, int]:
     """What the parts of one sequence leave, and those who merge them read."""
     parts, width, apart = _parts_with_tiles(tiles, values), padded(variant.head_dim.v), bool(values["merges_apart"])
-    shares, threads = (merging_shares(variant, tiles), MERGING_THREADS) if apart else (1, 32 * tiles.warps)
+    shares, threads = (tiles.merging_shares(variant), MERGING_THREADS) if apart else (1, tiles.threads)
     at_once = MERGED_WEIGHTS // tiles.Br  # parts of which more are weighed again for each number of a thread's
     found = Counter[str]()
     for first in range(0, int(values["group_rows"]), tiles.Br):
@@ -100,7 +99,7 @@ def _keys_of_group(variant: Variant, tiles: ElementPlan, values: Mapping[str, An
     if variant.keep_everything:
         return kv_heads * -(-rows // Br) * kv_len
     found, place = 0, _Place(variant, values, captured)
-    finds = finds_selected(variant, tiles.element, tiles.forward)
+    finds = tiles.forward.finds_selected(variant, tiles.element)
     asked = selected(variant.keep, variant.spec.tensors) if finds else None
     block = 0 if asked is None else block_of(variant.spec.tensors)
     for kv_head in range(kv_heads):

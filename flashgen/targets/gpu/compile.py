@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.plan.plan import CallKind, Spill
 from flashgen.targets.gpu.registers import harmless_spill
-from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
-from flashgen.targets.gpu.tiles import OF_KERNEL, AnyTiles, GpuPlan
+from flashgen.targets.gpu.tiles import OF_KERNEL, GpuPlan
 from flashgen.toolchains.nvrtc import CudaBinary, Resources
 from flashgen.toolchains.nvrtc_processes import compile_cuda_parts
 
@@ -34,20 +33,16 @@ class GpuBinary:
         return tuple(found[name] for name in sorted(found))
 
 
-def compile_calls(source: KernelSource, calls: CallKind, target: str) -> GpuBinary:
-    """The kernels that such calls start. Raises ``NvrtcMissing``, ``CompileFailed``."""
-    parts = _programs(source, calls)
-    made = compile_cuda_parts([(each.words, left_out(source, each)) for each in parts], target)
-    return GpuBinary(dict(zip(parts, made, strict=True)))
-
-
-def compile_beside(sources: Sequence[KernelSource], calls: CallKind, target: str) -> None:
-    """The same of several sources, side by side: each is in the cache then."""
+def compile_calls(sources: Sequence[KernelSource], calls: CallKind, target: str) -> tuple[GpuBinary, ...]:
+    """The kernels that such calls start, of each source. Raises ``NvrtcMissing``, ``CompileFailed``."""
+    parts = [(n, each) for n, source in enumerate(sources) for each in _programs(source, calls)]
     # Backward passes take longest and come first, so that no core waits for them at the end.
-    ordered = sorted(sources, key=lambda each: not _REPEATABLE.search(each.text))
-    compile_cuda_parts(
-        [(each.words, left_out(source, each)) for source in ordered for each in _programs(source, calls)], target
-    )
+    parts.sort(key=lambda part: part[1].repeatable is None)
+    made = compile_cuda_parts([(each.words, left_out(sources[n], each)) for n, each in parts], target)
+    found: list[dict[CallKind, CudaBinary]] = [{} for _ in sources]
+    for (n, each), binary in zip(parts, made, strict=True):
+        found[n][each] = binary
+    return tuple(map(GpuBinary, found))
 
 
 def _programs(source: KernelSource, asked: CallKind) -> tuple[CallKind, ...]:
@@ -76,10 +71,4 @@ def spills_of(plan: GpuPlan, kernels: tuple[Resources, ...]) -> Iterator[Spill]:
         name = kernel.name.removeprefix(f"{plan.symbol}_").partition("_")[0]
         tiles = plan.own.of_kernel(name)
         if tiles is not None and kernel.spill_bytes > harmless_spill(tiles):
-            yield Spill(plan.own.element, OF_KERNEL[name], _choice(tiles), kernel.spill_bytes)
-
-
-def _choice(tiles: AnyTiles) -> AnyChoice:
-    """The row of the planner's tables that tiles were made of."""
-    kind = next(each for each in (ForwardChoice, BackwardChoice, QueryChoice) if isinstance(tiles, each))
-    return kind(**{each.name: getattr(tiles, each.name) for each in fields(kind)})
+            yield Spill(plan.own.element, OF_KERNEL[name], tiles, kernel.spill_bytes)

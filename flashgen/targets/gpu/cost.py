@@ -38,7 +38,8 @@ from flashgen.targets.gpu.multiprocessor import multiprocessor_of
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.registers import MOST, registers
-from flashgen.targets.gpu.tiles import AnyTiles, BackwardTiles, ElementPlan, ForwardTiles, QueryTiles
+from flashgen.targets.gpu.schedules import Backward, Forward, Queries, Schedule
+from flashgen.targets.gpu.tiles import ElementPlan
 
 BARRIER = 285  # clocks of a block at each barrier of a tile: warps wait for the last, and start with nothing under way
 INSTRUCTIONS = 500  # of a warp for a tile of warpgroups, whatever its size: they wait at mbarriers, not for one another
@@ -98,7 +99,7 @@ def _main_kernel(
     name: str,
     variant: Variant,
     element: ElementType,
-    tiles: AnyTiles,
+    tiles: Schedule,
     gpu: Gpu,
     shape: Shape,
     counts: TileCounts,
@@ -107,9 +108,9 @@ def _main_kernel(
 ) -> KernelTime:
     wanted = registers(variant, element, tiles)
     resident, limit = _resident(tiles, wanted, gpu)
-    heads = shape.batch * (shape.kv_heads if isinstance(tiles, BackwardTiles) else shape.heads)
-    per_head = counts.column_tiles if isinstance(tiles, BackwardTiles) else counts.row_tiles
-    if isinstance(tiles, BackwardTiles):
+    heads = shape.batch * (shape.kv_heads if isinstance(tiles, Backward) else shape.heads)
+    per_head = counts.column_tiles if isinstance(tiles, Backward) else counts.row_tiles
+    if isinstance(tiles, Backward):
         per_head = per_head * (shape.heads // max(shape.kv_heads, 1))
     sharers = tiles.cluster
     per_head = np.repeat(per_head, sharers)  # each block of a cluster has the tiles of all
@@ -120,7 +121,7 @@ def _main_kernel(
     clocks = _clocks(tile, tiles, resident, partial, gpu)
     clocks += resident * max(0, wanted - _most_registers(tiles, gpu)) * SPILL_CLOCKS * tiles.warps / 4
     # The longest blocks of a causal mask come first, whichever way the tiles are numbered.
-    is_next = isinstance(tiles, ForwardTiles) and tiles.warpgroups and tiles.tensor_copies
+    is_next = isinstance(tiles, Forward) and tiles.tensor_copies
     lengths = np.sort(per_head)[::-1] * clocks + (NEXT_PROLOGUE if is_next else PROLOGUE)
     makespan, busy = _dealt(lengths, heads, gpu.sms * resident)
     slots = gpu.sms * resident
@@ -142,10 +143,10 @@ def _main_kernel(
     return KernelTime(name, seconds, alone, blocks, resident, limit, blocks / slots, idle, used)
 
 
-def _resident(tiles: AnyTiles, wanted: int, gpu: Gpu) -> tuple[int, str]:
+def _resident(tiles: Schedule, wanted: int, gpu: Gpu) -> tuple[int, str]:
     """Blocks that fit a multiprocessor at a time, and what they run out of first."""
     unit = multiprocessor_of(gpu.target)
-    warps = tiles.warps + tiles.producers
+    warps = tiles.threads // 32
     granule = -(-min(wanted, _most_registers(tiles, gpu)) // 8) * 8  # registers are given to a warp in units of 256
     limits = {
         "shared memory": gpu.target.sm_bytes // (tiles.sram_bytes + RESERVED_SHARED),
@@ -157,27 +158,26 @@ def _resident(tiles: AnyTiles, wanted: int, gpu: Gpu) -> tuple[int, str]:
     return max(1, limits[name]), name
 
 
-def _most_registers(tiles: AnyTiles, gpu: Gpu) -> int:
+def _most_registers(tiles: Schedule, gpu: Gpu) -> int:
     """Of a thread, where registers are left for further blocks, or for warps that copy, as the plan wants there."""
-    if tiles.registers:
-        return min(MOST, tiles.registers)
+    if tiles.producers:
+        return min(MOST, tiles.registers[0])
     if tiles.blocks == 1:
         return MOST
-    threads = 32 * (tiles.warps + tiles.producers) * tiles.blocks
-    return min(MOST, multiprocessor_of(gpu.target).registers // threads // 8 * 8)
+    return min(MOST, multiprocessor_of(gpu.target).registers // (tiles.threads * tiles.blocks) // 8 * 8)
 
 
-def _tile(name: str, variant: Variant, element: ElementType, tiles: AnyTiles, gpu: Gpu, work: PairWork) -> _Tile:
+def _tile(name: str, variant: Variant, element: ElementType, tiles: Schedule, gpu: Gpu, work: PairWork) -> _Tile:
     unit = multiprocessor_of(gpu.target)
-    rows, columns = _sharers(tiles), tiles.cluster // _sharers(tiles)  # parts of a tile that blocks have
+    columns = tiles.column_parts
+    rows = tiles.cluster // columns  # parts of a tile that blocks have, and copy of what they all read
     pairs = tiles.Br * tiles.Bc // rows
     products = [padded(each) for each in work.products]
     rate = _product_rate(gpu, element, warpgroups=tiles.warpgroups)
     D, Dv = (padded(each) // columns * element.bytes for each in (variant.head_dim.qk, variant.head_dim.v))
-    moved = tiles.Br if isinstance(tiles, BackwardTiles) else tiles.Bc
-    loaded = float(moved * (D + Dv))
+    loaded = float(tiles.streamed * (D + Dv))
     # In which schedulers are busy with what no pair asks for.
-    instructions = INSTRUCTIONS * tiles.warps / 4 if tiles.warpgroups and not isinstance(tiles, QueryTiles) else 0.0
+    instructions = INSTRUCTIONS * tiles.warps / 4 if tiles.warpgroups and not isinstance(tiles, Queries) else 0.0
     return _Tile(
         units={
             "tensor": 2.0 * pairs * sum(products) / columns / rate / ISSUE,
@@ -189,12 +189,6 @@ def _tile(name: str, variant: Variant, element: ElementType, tiles: AnyTiles, gp
         loaded=loaded / rows,
         added=float(FLOAT * tiles.Br * padded(variant.head_dim.qk) // (rows * columns)) if name == "backward" else 0.0,
     )
-
-
-def _sharers(tiles: AnyTiles) -> int:
-    """Blocks that have a part of a tile's rows, or keys, each, and copy a part of what they all read."""
-    divides = isinstance(tiles, ForwardTiles) or (isinstance(tiles, BackwardTiles) and tiles.divides_keys)
-    return tiles.cluster if divides else 1
 
 
 def _product_rate(gpu: Gpu, element: ElementType, *, warpgroups: bool) -> float:
@@ -211,40 +205,40 @@ def _product_rate(gpu: Gpu, element: ElementType, *, warpgroups: bool) -> float:
     return peak / gpu.sms / gpu.clock_hz
 
 
-def _shared_bytes(name: str, tiles: AnyTiles, element: ElementType, D: int, Dv: int) -> float:
+def _shared_bytes(name: str, tiles: Schedule, element: ElementType, D: int, Dv: int) -> float:
     """What fragments are loaded from and stored to shared memory for one tile; a warpgroup reads for four warps."""
     readers = tiles.warps / 4 if tiles.warpgroups else tiles.warps
     match tiles:
-        case ForwardTiles():
+        case Forward():
             own = 0 if tiles.q_in_registers else _weighing(tiles) * tiles.rows * D
             return own + readers / tiles.split * tiles.Bc * (D + Dv) + _exchanged(tiles, element)
-        case BackwardTiles():
+        case Backward():
             # Each warp has keys of its own, and reads Q and dO for two products each.
-            pairs, own = tiles.Br * tiles.keys, tiles.split * tiles.keys * (D + Dv)
+            pairs, own = tiles.Br * tiles.rows, tiles.split * tiles.rows * (D + Dv)
             streamed = 2 * readers / tiles.split * tiles.Br * (D + Dv)
             through = (2 if tiles.split > 1 else 0) * pairs * element.bytes
-            dq = (3 * pairs * element.bytes + 2 * tiles.keys * D) if name == "backward" else 0
+            dq = (3 * pairs * element.bytes + 2 * tiles.rows * D) if name == "backward" else 0
             sent = (tiles.column_parts > 1) * 4 * pairs * FLOAT  # S and dP come from the other block, and are read
             if tiles.divides_keys and name == "backward":
                 sent = 4 * pairs * element.bytes  # so does dS, and each warpgroup reads both
             return own + streamed + through + dq + sent
-        case QueryTiles():
-            own = _weighing(tiles) * tiles.Br * (D + Dv)
-            return own + readers / tiles.split * tiles.Bc * (2 * D + Dv) + _exchanged(tiles, element)
+    assert isinstance(tiles, Queries)
+    own = _weighing(tiles) * tiles.Br * (D + Dv)
+    return own + readers / tiles.split * tiles.Bc * (2 * D + Dv) + _exchanged(tiles, element)
 
 
-def _weighing(tiles: ForwardTiles | QueryTiles) -> int:
+def _weighing(tiles: Forward | Queries) -> int:
     """Warps that read a row's operands for its scores: those that share it, and have keys of a tile."""
-    return min(tiles.split, tiles.Bc // tiles.weighed) if tiles.split > 1 else 1
+    return min(tiles.split, tiles.Bc // tiles.s_columns) if tiles.split > 1 else 1
 
 
-def _exchanged(tiles: ForwardTiles | QueryTiles, element: ElementType) -> int:
+def _exchanged(tiles: Forward | Queries, element: ElementType) -> int:
     """P or dS of warps that share rows: stored, and read by each."""
-    rows = tiles.Br // _sharers(tiles)
+    rows = tiles.Br // tiles.cluster
     return (1 + tiles.split) * rows * tiles.Bc * element.bytes if tiles.split > 1 else 0
 
 
-def _clocks(tile: _Tile, tiles: AnyTiles, resident: int, partial: float, gpu: Gpu) -> float:
+def _clocks(tile: _Tile, tiles: Schedule, resident: int, partial: float, gpu: Gpu) -> float:
     """From one tile of a block to its next, when ``resident`` blocks share a multiprocessor."""
     link = _l2_bytes_per_clock(gpu) / gpu.sms
     added = ADDITION * tile.added / link
@@ -255,25 +249,9 @@ def _clocks(tile: _Tile, tiles: AnyTiles, resident: int, partial: float, gpu: Gp
     sharing = resident * tiles.warps / 4
     compute = resident * (busiest + (phases - busiest) / sharing)
     # With one stage a copy has the other blocks' tiles to arrive in; with more stages its own block's, too.
-    ahead = tiles.stages > 1 or (isinstance(tiles, ForwardTiles) and tiles.takes_turns)
+    ahead = tiles.stages > 1 or tiles.ping_pong
     hidden = compute if ahead else compute * (resident - 1) / resident
-    return compute + max(0.0, resident * tile.loaded / link - hidden) + BARRIER * _barriers(tiles)
-
-
-def _barriers(tiles: AnyTiles) -> int:
-    """That a tile has in the loops of ``templates/cuda``, but those of warpgroups, whose waits hide."""
-    match tiles:
-        case ForwardTiles(warpgroups=True) | BackwardTiles(warpgroups=True):
-            return 0
-        case BackwardTiles(warpgroups=False, stages=stages, split=split):
-            return 3 + (stages == 1) + (split > 1)
-        case BackwardTiles(shares_keys=True):
-            return 3
-        case QueryTiles(warpgroups=False, split=split):
-            return 3 + (split > 1)
-        case ForwardTiles(split=split):
-            return 2 + (split > 1)
-    return 2
+    return compute + max(0.0, resident * tile.loaded / link - hidden) + BARRIER * tiles.barriers
 
 
 def _dealt(lengths: np.ndarray[tuple[int], np.dtype[np.float64]], heads: int, slots: int) -> tuple[float, float]:

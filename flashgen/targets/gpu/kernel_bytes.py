@@ -18,8 +18,9 @@ from flashgen.plan.tile_counts import GROUP, TileCounts
 from flashgen.targets.gpu.last_keys import parts_of_last
 from flashgen.targets.gpu.launches import TURNED_V, dq_sums, rows_of_a_block, turned_v
 from flashgen.targets.gpu.lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
-from flashgen.targets.gpu.model import FLOAT, WINDOW, finders, padded, panel_width
+from flashgen.targets.gpu.model import FLOAT, WINDOW, padded, panel_width
 from flashgen.targets.gpu.recipe import Recipe
+from flashgen.targets.gpu.score import Distance
 from flashgen.targets.gpu.tiles import ElementPlan
 
 KERNELS = ("turn", "forward", "rows", "backward", "keys", "queries", "convert")
@@ -54,7 +55,8 @@ def _accesses(
             carried = tuple(Access(each, by_tile=True, times=blocks) for each in (of_row, DELTA)) if state else ()
             return (*once("k", "v", "dk", "dv"), *by_tile("q", "d_o"), *carried)
         case "queries":
-            rows = (of_row, DELTA, *((OPERANDS["d_lse"],) if asks_lse and recipe.norms_by_lse else ()))
+            of_lse = asks_lse and isinstance(recipe.score, Distance) and recipe.score.by_lse
+            rows = (of_row, DELTA, *((OPERANDS["d_lse"],) if of_lse else ()))
             carried = tuple(Access(each, times=_LANES * tiles.queries.split) for each in rows) if state else ()
             return (*once("q", "d_o", "dq"), *by_tile("k", "v"), *carried)
         case "convert":
@@ -177,9 +179,7 @@ class KernelBytes:
         match kernel:
             case "forward":
                 tiles = self.tiles.forward
-                warps = finders(self.recipe.variant, tiles) if tiles.producers else tiles.warps
-                copies = tiles.tensor_copies and not tiles.producers
-                return self._reading(OF_QUERIES, warps, copies=copies)
+                return self._reading(OF_QUERIES, tiles.finders(self.recipe.variant), copies=tiles.self_loading)
             case "backward" | "keys":
                 copies = kernel == "backward" and self.tiles.backward.persistent
                 group = self.sizes["heads"] // self.sizes["kv_heads"]

@@ -10,19 +10,19 @@ from collections.abc import Mapping
 
 from flashgen.analysis.variant import Variant
 from flashgen.targets.gpu.model import FLOAT, padded
-from flashgen.targets.gpu.tiles import BackwardTiles
+from flashgen.targets.gpu.schedules import Backward
 
 # Of the key tiles that several blocks work on: parts of one, of all, and tiles of queries that a part has at least.
 MOST_PARTS, MOST_UNITS, LEAST_PART = 8, 512, 8
 PART_OVERHEAD = 4  # tiles of queries that take as long as what a part begins and ends with
 
 
-def shares_last(variant: Variant, tiles: BackwardTiles) -> bool:
+def shares_last(variant: Variant, tiles: Backward) -> bool:
     """Whether several blocks work on each of the last key tiles, which persistent blocks that have others copy do."""
     return tiles.persistent and tiles.producers > 0 and not variant.kind.ragged
 
 
-def parts_of_last(tiles: BackwardTiles, sizes: Mapping[str, int], blocks: int) -> tuple[int, int]:
+def parts_of_last(tiles: Backward, sizes: Mapping[str, int], blocks: int) -> tuple[int, int]:
     """How many key tiles are left once all ``blocks`` have had as many, and how many of these work on each.
 
     As ``parts_of`` of ``templates/cuda/backward/keys/persistent.cuh.jinja`` has it.
@@ -38,6 +38,6 @@ def parts_of_last(tiles: BackwardTiles, sizes: Mapping[str, int], blocks: int) -
     return rest, min((1, *counts), key=cost) if rest else 1
 
 
-def bytes_of_part(variant: Variant, tiles: BackwardTiles) -> int:
+def bytes_of_part(variant: Variant, tiles: Backward) -> int:
     """What one of these blocks leaves of dK and dV."""
     return FLOAT * tiles.Bc * (padded(variant.head_dim.qk) + padded(variant.head_dim.v))

@@ -38,14 +38,12 @@ from flashgen.targets.gpu.model import (
     MERGING_WARPS,
     MOST_MERGED_ALONE,
     TURN,
-    merging_shares,
     padded,
     panel_width,
-    stored_whole,
-    takes_turns,
 )
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan
+from flashgen.targets.gpu.schedules import Backward, Forward
+from flashgen.targets.gpu.tiles import GpuPlan
 
 # Buffers: query tiles, and key tiles, that persistent blocks have taken, beyond one each.
 TILE_COUNTER, KEY_TILE_COUNTER = "tile_counter", "key_tile_counter"
@@ -111,7 +109,7 @@ def _observe(plan: GpuPlan) -> list[Launch]:
     return [Launch(f"{plan.symbol}_observe", Sum(counts), 128, 0)] if counts else []
 
 
-def forward_buffers(recipe: Recipe, tiles: ForwardTiles) -> tuple[Buffer, ...]:
+def forward_buffers(recipe: Recipe, tiles: Forward) -> tuple[Buffer, ...]:
     """The workspace of the forward pass. Blocks are persistent that tensor copies serve."""
     if not tiles.tensor_copies:
         return observed_buffers(recipe)
@@ -139,7 +137,7 @@ def atomic_buffers(
     return (*observed_buffers(recipe), *_delta(recipe), dq, *counters, *(_turn_buffers() if turns else ()), *parts)
 
 
-def shared_buffers(recipe: Recipe, tiles: BackwardTiles) -> tuple[Buffer, ...]:
+def shared_buffers(recipe: Recipe, tiles: Backward) -> tuple[Buffer, ...]:
     """Where several blocks work on each of the last key tiles, of which there are no more than half."""
     variant = recipe.variant
     if not shares_last(variant, tiles):
@@ -195,8 +193,7 @@ def forward_launches(plan: GpuPlan, *, dropped: bool) -> PassLaunches:
         if variant.tangent is not None:
             boxes += (*_boxes(plan, ("t_q",), tiles.Br), *_boxes(plan, ("t_k", "t_v"), tiles.Bc))
     tile_counter = TileCounter(TILE_COUNTER, tiles.blocks) if tiles.tensor_copies else None
-    threads = 32 * (tiles.warps + tiles.producers)
-    launch = Launch(name, grid, threads, tiles.sram_bytes, boxes, tile_counter, cluster=tiles.cluster)
+    launch = Launch(name, grid, tiles.threads, tiles.sram_bytes, boxes, tile_counter, cluster=tiles.cluster)
     lists = lists_of_queries(plan, "forward", tiles, launch)
     turning = Count((*_heads(variant, "kv_heads"), Factor("kv_len", TURNED_KEYS)))
     turn = (Launch(f"{symbol}_turn_{element}", turning, 256, 0),) if variant.kind.f8 else ()
@@ -204,12 +201,12 @@ def forward_launches(plan: GpuPlan, *, dropped: bool) -> PassLaunches:
     return PassLaunches(forward_buffers(recipe, tiles), launches, lists, variant.kind.operands)
 
 
-def work_tiles(tiles: ForwardTiles) -> Count:
+def work_tiles(tiles: Forward) -> Count:
     """Blocks of one part of the keys: the tiles of rows of every sequence and key/value head."""
     return Count((Factor("batch"), Factor("kv_heads"), Factor("group_rows", tiles.Br)))
 
 
-def part_buffers(variant: Variant, tiles: ForwardTiles) -> tuple[Buffer, ...]:
+def part_buffers(variant: Variant, tiles: Forward) -> tuple[Buffer, ...]:
     """The workspace over caches; none where keys are not split."""
     factors = (*work_tiles(tiles).factors, Factor("splits"), Factor("merges"))
     return (
@@ -222,9 +219,9 @@ def cached_launches(plan: GpuPlan) -> PassLaunches:
     """The forward pass over a cache: a kernel for the parts of keys, and one that merges those that are many."""
     symbol, variant, element, tiles = plan.symbol, plan.recipe.variant, plan.own.element, plan.own.forward
     blocks = work_tiles(tiles)
-    threads = 32 * tiles.warps
+    threads = tiles.threads
     parts = Count((*blocks.factors, Factor("splits")))
-    merges = Count((*blocks.factors, Factor("merges_apart")), merging_shares(variant, tiles))
+    merges = Count((*blocks.factors, Factor("merges_apart")), tiles.merging_shares(variant))
     launches = (
         Launch(f"{symbol}_forward_{element}", parts, threads, tiles.sram_bytes),
         Launch(f"{symbol}_merge_{element}", merges, MERGING_THREADS, tiles.sram_bytes),
@@ -294,7 +291,7 @@ def block_launches(plan: GpuPlan) -> PassLaunches:
     launches = (
         Launch(f"{symbol}_count_{element}", Count(turned, QUERIES // COUNTED), LISTERS, 0),
         Launch(f"{symbol}_bring_{element}", Count(turned, QUERIES // BROUGHT), LISTERS, LIST_STARTS_BYTES),
-        Launch(f"{symbol}_forward_{element}", _items(listed), 32 * tiles.warps, tiles.sram_bytes),
+        Launch(f"{symbol}_forward_{element}", _items(listed), tiles.threads, tiles.sram_bytes),
         Launch(f"{symbol}_merge_{element}", merged, 32 * MERGING_WARPS, 0),
     )
     return PassLaunches(block_buffers(variant, element), launches, operands=variant.kind.operands)
@@ -338,18 +335,17 @@ def backward_launches(
 
     def keys(kernel: str, how: str = "") -> Launch:
         shared = tiles.backward.sram_bytes if kernel == "backward" else tiles.backward.keys_sram_bytes
-        threads = 32 * (tiles.backward.warps + tiles.backward.producers)
         tile_counter = (
             TileCounter(KEY_TILE_COUNTER, tiles.backward.blocks)
             if kernel == "backward" and tiles.backward.persistent
             else None
         )
         name = f"{symbol}_{kernel}_{suffix}{how}"
-        return Launch(name, key_grid, threads, shared, boxes, tile_counter, cluster=cluster)
+        return Launch(name, key_grid, tiles.backward.threads, shared, boxes, tile_counter, cluster=cluster)
 
     def queries(how: str = "") -> Launch:
         name = f"{symbol}_queries_{suffix}{how}"
-        return Launch(name, query_grid, 32 * tiles.queries.warps, tiles.queries.sram_bytes)
+        return Launch(name, query_grid, tiles.queries.threads, tiles.queries.sram_bytes)
 
     observe = _observe(plan)
     lists = lists_of_keys(plan, "keys", tiles.backward, keys("keys"))
@@ -357,14 +353,14 @@ def backward_launches(
         convert = Count((*_heads(variant), _tiles(variant, "q_len", 16)), divide=4)
         convert_launch = Launch(f"{symbol}_convert_{element}", convert, 128, 0)
         kernels = (*rows(clears=True), keys("backward"), convert_launch)
-        turns = turns and takes_turns(recipe, tiles.backward)
+        turns = turns and tiles.backward.takes_turns(recipe)
         parts = shared_buffers(recipe, tiles.backward)
         buffers = atomic_buffers(recipe, persistent=tiles.backward.persistent, turns=turns, parts=parts)
         launches = [*observe, *made_in_workspace(lists), *kernels]
         in_turn = recipe.in_turn.name if recipe.in_turn is not None else None
         whole = {
             stored_field(each): MOST_IN_TURN if each == in_turn else None
-            for each in stored_whole(recipe, tiles.backward)
+            for each in tiles.backward.stored_whole(recipe)
         }
         return PassLaunches(buffers, tuple(launches), lists, variant.kind.operands, whole=whole)
     lists += lists_of_queries(plan, "queries", tiles.queries, queries())

@@ -12,8 +12,9 @@ from flashgen.kinds.field import Field
 from flashgen.plan.arguments import argument_fields, mask_params, mask_sizes, param_field, param_place_field
 from flashgen.plan.launches import Count, Factor, Launch, Order, VisitLists
 from flashgen.targets.gpu.model import FLOAT, VISIT_LIST, WINDOW
-from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan, QueryTiles
+from flashgen.targets.gpu.recipe import Lists, Recipe
+from flashgen.targets.gpu.schedules import Backward, Forward, Queries
+from flashgen.targets.gpu.tiles import GpuPlan
 
 CHUNK = 16  # bytes
 TILES_OF_CHUNK = 8
@@ -38,14 +39,12 @@ def cuda_fields(recipe: Recipe) -> tuple[Field, ...]:
     return (*fields, *lists, *(Field(GROUPS[name], "i32", comment) for name in (OF_QUERIES, OF_KEYS)))
 
 
-def lists_of_queries(
-    plan: GpuPlan, kernel: str, tiles: ForwardTiles | QueryTiles, readers: Launch
-) -> tuple[VisitLists, ...]:
+def lists_of_queries(plan: GpuPlan, kernel: str, tiles: Forward | Queries, readers: Launch) -> tuple[VisitLists, ...]:
     """The key tiles of each query tile that a kernel goes through, if there are lists."""
     return _lists(OF_QUERIES, plan, kernel, ("q_len", tiles.Br), ("kv_len", tiles.Bc), readers)
 
 
-def lists_of_keys(plan: GpuPlan, kernel: str, tiles: BackwardTiles, readers: Launch) -> tuple[VisitLists, ...]:
+def lists_of_keys(plan: GpuPlan, kernel: str, tiles: Backward, readers: Launch) -> tuple[VisitLists, ...]:
     """The query tiles of each key tile."""
     return _lists(OF_KEYS, plan, kernel, ("kv_len", tiles.Bc), ("q_len", tiles.Br), readers)
 
@@ -96,7 +95,7 @@ def _lists(
     found = VisitLists(
         field=field,
         tiles=(own[1], tile),
-        kept=recipe.keeps_lists,
+        kept=recipe.lists is Lists.KEPT,
         order=order,
         pairs=Count((Factor(*own), Factor(*visited))),
         count=Count(lists),

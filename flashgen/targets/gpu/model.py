@@ -5,14 +5,13 @@ In: a variant, an element type, a tile. Out: numbers, and the words of structs t
 
 from __future__ import annotations
 
-from flashgen.analysis.selection import selected
-from flashgen.analysis.variant import Variant, linear_factor
+from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.plan.by_blocks import MOST_BLOCKS
 from flashgen.targets.gpu.layout import Words
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.rules import LAST_BLOCK_MERGES
-from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice
+from flashgen.targets.gpu.rules import LAST_BLOCK_MERGES, LONG_TILES
+from flashgen.targets.gpu.score import Extremes
 
 FLOAT = WORD = 4
 TURN = 128  # rows and columns of a tile that batch entries take turns at, at most: smaller ones divide it
@@ -74,6 +73,7 @@ WORDS_OF_TILE = 6  # what a block knows of a key tile that warps which copy have
 FEW_QUERIES = 4  # of a tile over a cache, whose selected keys are asked for one by one
 MERGED_WEIGHTS = 2048  # of parts, by rows, that those who merge have at a time
 MOST_MERGED_ALONE = LAST_BLOCK_MERGES.limit  # bytes that parts leave of a tile, for its last block to merge them
+CACHE_OF_GROUPS = LONG_TILES.limit  # bytes that blocks of a group of heads read
 MERGING_WARPS = 4  # by blocks of keys: of a block of threads that merges, 16 rows each
 LISTERS = 256  # threads of a block that turns lists
 LIST_STARTS_BYTES = 4 * (MOST_BLOCKS + 2 * LISTERS // 32)  # where each block of keys begins, sums of warps
@@ -89,13 +89,6 @@ def registers(warps: int, producers: int, least: int) -> tuple[int, int]:
     whole = _REGISTERS // (32 * (warps + producers)) // 8 * 8 * (warps + producers)
     multiplying = min((whole - least * producers) // warps // 8 * 8, _MOST_REGISTERS)
     return multiplying, (whole - multiplying * warps) // producers // 8 * 8
-
-
-def finders(variant: Variant, tiles: ForwardChoice) -> int:
-    """Of the producer warps of the forward pass those that find visits: one copies, or two where warpgroups take turns,
-    others take norms of keys.
-    """
-    return tiles.producers - 1 - tiles.takes_turns - (MEASURERS if variant.uses_sqdist else 0)
 
 
 def padded(head_dim: int) -> int:
@@ -155,63 +148,13 @@ def merging_bytes(Br: int, Dv: int) -> int:
     return 12 * Br + FLOAT * MERGED_WEIGHTS + max(4 * FLOAT * MERGING_THREADS, FLOAT * Br * Dv)
 
 
-def finds_selected(variant: Variant, element: ElementType, tiles: ForwardChoice) -> bool:
-    """Over caches: whether tiles with a selected key are found first. Their numbers take the place of K and V."""
-    widths = (padded(variant.head_dim.qk), padded(variant.head_dim.v))
-    room = tiles.stages * sum(tile_bytes(tiles.Bc, width, element_of_keys(variant, element)) for width in widths)
-    return selected(variant.keep, variant.spec.tensors) is not None and room >= 2 * WINDOW
-
-
-def merging_shares(variant: Variant, tiles: ForwardChoice) -> int:
-    """Over caches: blocks that merge a tile's parts, each with so much of the columns: 32 or more, or a warp's."""
-    width = variant.head_dim.v
-    if tiles.split > 1:
-        if width != padded(width):
-            return 1
-        counts = range(width // 32 // tiles.split * tiles.split, tiles.split, -tiles.split)
-        return next((count for count in counts if width % (16 * count) == 0), tiles.split)
-    return next(count for count in (4, 2, 1) if count == 1 or width % (32 * count) == 0)
-
-
-def merging_warps(variant: Variant, tiles: ForwardChoice) -> int:
-    """Over caches: warps of a team that has all rows of a tile, and a block's columns."""
-    return tiles.warps // (tiles.split if merging_shares(variant, tiles) > 1 else 1)
-
-
-def takes_turns(recipe: Recipe, tiles: BackwardChoice) -> bool:
-    """Whether batch entries add to a gradient in turn: one of the warps that copy waits for a tile's."""
-    fits = TURN % tiles.Br == 0 and TURN % tiles.Bc == 0
-    return recipe.in_turn is not None and _has_spare_warps(tiles) and fits
-
-
-def stored_whole(recipe: Recipe, tiles: BackwardChoice) -> tuple[str, ...]:
-    """Captured tensors every element of whose gradients blocks store: warps that copy clear what nobody visits."""
-    stored = recipe.stored if _has_spare_warps(tiles) else ()
-    in_turn = (recipe.in_turn,) if recipe.in_turn is not None and takes_turns(recipe, tiles) else ()
-    return tuple(each.name for each in (*stored, *in_turn))
-
-
-def _has_spare_warps(tiles: BackwardChoice) -> bool:
-    return tiles.warpgroups and tiles.producers > 0 and tiles.tensor_copies and not tiles.persistent
-
-
 def row_words(recipe: Recipe) -> Words:
     """What a row carries for dK and dV, in words of 4 bytes."""
     variant, seen = recipe.variant, recipe.observed_rows
     names = [("lse", "as exponents need it, or 1 / Z"), ("delta", "rowsum(dO ∘ O) - d(lse)")]
-    names += [("top", "what scores are counted from")] if _carries_tops(recipe) else []
+    names += [("top", "what scores are counted from")] if recipe.extremes is Extremes.TOPS else []
     names += [("qq", "|q|²")] if variant.uses_sqdist else []
     if variant.kind.backward_only:
         names += [("moved", "t(lse)"), ("epsilon", "rowsum(d(tO) ∘ tO)")]
     names += [(f"seen{number or ''}", "what the mask reads") for number in range(len(seen))]
     return Words(tuple(names))
-
-
-def _carries_tops(recipe: Recipe) -> bool:
-    unlike = recipe.variant.weights.form.exponential and linear_factor(recipe.variant) is None
-    return unlike and not recipe.bounded
-
-
-def carries_marks(variant: Variant) -> bool:
-    """Whether rows carry two bytes more that say whether their scores are extreme, in the place of a top."""
-    return variant.weights.form.exponential and linear_factor(variant) is not None

@@ -8,7 +8,7 @@ fits the shared memory of a block is taken. Kernels that turned out to spill reg
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any
 
 from flashgen.analysis.variant import Variant
@@ -19,28 +19,11 @@ from flashgen.plan.recipe import Decision
 from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.layouts import layout_of
 from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, limits, limits_of_schedule
-from flashgen.targets.gpu.model import (
-    BESIDE_SUMS,
-    COPYING_REGISTERS,
-    FINDING_IN_RANGES,
-    FINDING_REGISTERS,
-    dq_column_groups,
-    padded,
-    registers,
-)
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.recipes import Recipes, candidates
-from flashgen.targets.gpu.registers import accumulators, harmless_spill, still_spilled
-from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
-from flashgen.targets.gpu.tiles import (
-    BackwardTiles,
-    ElementPlan,
-    ForwardTiles,
-    GpuPlan,
-    QueryTiles,
-    multiplying,
-    staged,
-)
+from flashgen.targets.gpu.registers import harmless_spill, still_spilled
+from flashgen.targets.gpu.schedules import Forward, KeyWarps, Schedule, Warps
+from flashgen.targets.gpu.tiles import ElementPlan, GpuPlan
 
 
 def plan_gpu(recipe: Recipe, target: Architecture, recipes: Recipes, spills: Collection[Spill] = ()) -> GpuPlan:
@@ -101,12 +84,12 @@ def _plan_element(
     """The tiles of one element type; None, with a reason, where a pass has none that fits."""
     variant = recipe.variant
 
-    def size(choice: AnyChoice) -> int:
+    def size(choice: Schedule) -> int:
         return layout_of(recipe, element, choice).bytes
 
     def choose(pass_name: str) -> Any:
         found = candidates(pass_name, recipe, element, target, recipes)
-        is_forward = bool(found) and isinstance(found[-1].row, ForwardChoice)
+        is_forward = bool(found) and isinstance(found[-1].row, Forward)
         if found and (variant.kind.backward_only if is_forward else variant.kind.forward_only):
             return found[-1].row  # there are no such kernels: any will do
         for candidate in found:
@@ -133,45 +116,20 @@ def _plan_element(
         reasons.append(f"{pass_name}, {element}: left out, because no tile fits")
         return None
 
-    forward: ForwardChoice | None = choose("forward")
-    backward: BackwardChoice | None = choose("backward")
-    queries: QueryChoice | None = choose("queries")
+    forward, backward, queries = choose("forward"), choose("backward"), choose("queries")
     if forward is None or backward is None or queries is None:
         return None
-    finding, copying = _finding(recipe, element, forward), _shares(backward, COPYING_REGISTERS)
+    keys_bytes = layout_of(recipe, element, backward, with_dq=False).bytes
     return ElementPlan(
         element,
-        ForwardTiles(sram_bytes=size(forward), registers=finding[0], producer_registers=finding[1], **asdict(forward)),
-        BackwardTiles(
-            sram_bytes=size(backward),
-            keys_sram_bytes=layout_of(recipe, element, backward, with_dq=False).bytes,
-            dq_column_groups=dq_column_groups(padded(variant.head_dim.qk), backward.Br, backward.warps, element)
-            if backward.warpgroups and not backward.dq_in_halves
-            else 1,
-            registers=copying[0],
-            producer_registers=copying[1],
-            **asdict(backward),
-        ),
-        QueryTiles(sram_bytes=size(queries), **asdict(queries)),
+        replace(forward, sram_bytes=size(forward)),
+        replace(backward, sram_bytes=size(backward), keys_sram_bytes=keys_bytes),
+        replace(queries, sram_bytes=size(queries)),
     )
 
 
-def _shares(choice: ForwardChoice | BackwardChoice, least: int) -> tuple[int, int]:
-    """Registers of a thread that multiplies, and of a producer, which needs so many at least; 0 without any."""
-    return registers(choice.warps, choice.producers, least) if choice.producers else (0, 0)
-
-
-def _finding(recipe: Recipe, element: ElementType, forward: ForwardChoice) -> tuple[int, int]:
-    """The shares where producers find visits: what that takes, if warps that multiply can spare it."""
-    if recipe.observed_rows and recipe.observed_columns:
-        shares = _shares(forward, FINDING_IN_RANGES)
-        if shares[0] >= accumulators(recipe.variant, element, forward) + BESIDE_SUMS:
-            return shares
-    return _shares(forward, FINDING_REGISTERS)
-
-
-def _describe(choice: AnyChoice) -> str:
-    return f"{choice.Br} × {choice.Bc} by {multiplying(choice)}, {staged(choice)}"
+def _describe(choice: Schedule) -> str:
+    return f"{choice.Br} × {choice.Bc} by {choice.multipliers}, {choice.staged}"
 
 
 def _pinned(variant: Variant) -> Span | None:
@@ -185,7 +143,7 @@ def _shortage(
     """What the smallest tiles need and for what, and what was considered for the passes that were left out."""
     kept = {
         name: layout_of(recipe, element, each, with_dq=recipe.one_pass).buffers
-        for name, each in (("forward", ForwardChoice(16, 16, 1)), ("backward", BackwardChoice(16, 16, 1)))
+        for name, each in (("forward", Warps(16, 16, 1)), ("backward", KeyWarps(16, 16, 1)))
     }
     for name, sizes in kept.items():
         if sum(sizes.values()) > sram:

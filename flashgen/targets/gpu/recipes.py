@@ -7,9 +7,10 @@ which every GPU has; a family of more puts its own before them (``Recipes``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias
 
 from flashgen.analysis.factors import factor_of_dot
 from flashgen.analysis.variant import Variant
@@ -20,32 +21,43 @@ from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.layouts import forward_layout
 from flashgen.targets.gpu.model import element_of_keys, padded
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
-from flashgen.targets.gpu.tiles import ForwardTiles
+from flashgen.targets.gpu.schedules import (
+    MOST_WARPS,
+    Backward,
+    ByBlocks,
+    Forward,
+    KeyWarps,
+    ProducerKeys,
+    Producers,
+    Queries,
+    QueryWarps,
+    Schedule,
+    SelfLoading,
+    SelfLoadingKeys,
+    Warps,
+)
+from flashgen.targets.gpu.tables import S, Table
 
-MOST_WARPS = 16
 _FEW_ROWS = (16, 32)
-
-Choice = TypeVar("Choice", ForwardChoice, BackwardChoice, QueryChoice)
 
 
 @dataclass(frozen=True)
-class Considered(Generic[Choice]):
+class Considered(Generic[S]):
     """Rows of a table, best first, and the rules that put them in this order."""
 
-    rows: list[Choice]
+    rows: list[S]
     rules: tuple[Rule, ...]
 
-    def after(self, rows: list[Choice], rules: tuple[Rule, ...]) -> Considered[Choice]:
+    def after(self, rows: list[S], rules: tuple[Rule, ...]) -> Considered[S]:
         """The same behind other rows, if there are some, which other rules put first."""
         return Considered(rows + self.rows, rules) if rows else self
 
 
 @dataclass(frozen=True)
-class Candidate(Generic[Choice]):
+class Candidate(Generic[S]):
     """A row with all that is decided of it, and why."""
 
-    row: Choice
+    row: S
     decisions: tuple[Decision, ...]
 
 
@@ -56,9 +68,9 @@ Completes: TypeAlias = Callable[[Recipe, ElementType, Any, Architecture], Candid
 class Recipes:
     """What a family considers for each pass, before the schedule pins any; ``complete`` decides how a row works."""
 
-    forward: Callable[[Recipe, ElementType, Architecture], Considered[ForwardChoice]]
-    backward: Callable[[Recipe, ElementType, Architecture], Considered[BackwardChoice]]
-    queries: Callable[[Recipe, ElementType, Architecture], Considered[QueryChoice]]
+    forward: Callable[[Recipe, ElementType, Architecture], Considered[Forward]]
+    backward: Callable[[Recipe, ElementType, Architecture], Considered[Backward]]
+    queries: Callable[[Recipe, ElementType, Architecture], Considered[Queries]]
     complete: Completes
 
 
@@ -73,15 +85,14 @@ def has_light_mask(variant: Variant) -> bool:
     return variant.keep.size <= rules.LIGHT_MASK.limit
 
 
-def forward(recipe: Recipe, element: ElementType, on: Architecture) -> Considered[ForwardChoice]:
+def forward(recipe: Recipe, element: ElementType, on: Architecture) -> Considered[Forward]:
     """The table's; scores that are more than scaled products, and dropout, leave no registers for wide tiles."""
     variant = recipe.variant
     if variant.kind.cached:
         table = tables.SINGLE_CACHED if element is ElementType.F32 else tables.HALF_CACHED
         return Considered(divided(rows_for(variant, table), variant.head_dim.v), (rules.FEW_ROWS,))
     if variant.listed is not None:
-        rows = [ForwardChoice(16 * warps, variant.listed.block, warps) for warps in (8, 4)]
-        return Considered(rows, (rules.BY_BLOCKS,))
+        return Considered([ByBlocks(16 * warps, variant.listed.block, warps) for warps in (8, 4)], (rules.BY_BLOCKS,))
     if variant.tangent is not None:
         table = tables.SINGLE_JVP if element is ElementType.F32 else tables.HALF_JVP
         return Considered(rows_for(variant, table), (rules.WARPS,))
@@ -98,7 +109,7 @@ def forward(recipe: Recipe, element: ElementType, on: Architecture) -> Considere
     return Considered(rows, tuple(why))
 
 
-def backward(recipe: Recipe, element: ElementType, on: Architecture) -> Considered[BackwardChoice]:  # noqa: ARG001 - see above
+def backward(recipe: Recipe, element: ElementType, on: Architecture) -> Considered[Backward]:  # noqa: ARG001 - see above
     """The table's; masks that take registers go where a warp has half of a head dimension."""
     variant = recipe.variant
     if variant.tangent is not None:
@@ -112,7 +123,7 @@ def backward(recipe: Recipe, element: ElementType, on: Architecture) -> Consider
     return Considered(rows, (rules.WARPS, rules.DIVIDED_HEADS, rules.LIGHT_MASK))
 
 
-def queries(recipe: Recipe, element: ElementType, on: Architecture) -> Considered[QueryChoice]:  # noqa: ARG001 - as the others
+def queries(recipe: Recipe, element: ElementType, on: Architecture) -> Considered[Queries]:  # noqa: ARG001 - as the others
     """The table's."""
     variant, single = recipe.variant, element is ElementType.F32
     if variant.tangent is not None:
@@ -121,43 +132,46 @@ def queries(recipe: Recipe, element: ElementType, on: Architecture) -> Considere
     return Considered(rows_for(variant, tables.SINGLE_QUERIES if single else tables.HALF_QUERIES), (rules.WARPS,))
 
 
-def rows_for(variant: Variant, table: tuple[tuple[int, tuple[Choice, ...]], ...]) -> list[Choice]:
+def rows_for(variant: Variant, table: Table[S]) -> list[S]:
     """The rows of a table for the head dimension."""
     larger = max(variant.head_dim.qk, variant.head_dim.v)
-    return list(next(rows for most, rows in table if larger <= most))
+    return list(next((rows for most, rows in table if larger <= most), ()))
 
 
-def divided(rows: list[Choice], *widths: int) -> list[Choice]:
+def divided(rows: list[S], *widths: int) -> list[S]:
     """Those whose warps share rows in parts of one length."""
     return [row for row in rows if all(padded(width) % (16 * row.split) == 0 for width in widths)]
 
 
-def complete(recipe: Recipe, element: ElementType, row: AnyChoice, on: Architecture) -> Candidate[Any]:  # noqa: ARG001
+def complete(recipe: Recipe, element: ElementType, row: Schedule, on: Architecture) -> Candidate[Any]:  # noqa: ARG001
     """How products of one warp go with a row: warps are alike, copy for themselves, and a block has one tile."""
     few = "a cache has few rows of queries, a warpgroup 64"
     why = few if recipe.variant.kind.cached else "no row of warpgroups goes with it"
-    decisions: tuple[Decision, ...] = (
-        Decision("products", "of one warp (mma.sync)", why, FORCED),
+    return Candidate(
+        _weighing(row, element), (Decision("products", "of one warp (mma.sync)", why, FORCED), *alike(row))
+    )
+
+
+def alike(row: Schedule) -> tuple[Decision, ...]:
+    """What is decided where warps are alike, copy for themselves, and a block has one tile."""
+    decisions = (
         Decision.by("staging", "async copies", rules.COPIES_BY_ALL),
         Decision.by("roles", "all warps alike", rules.COPIES_BY_ALL),
         Decision.by("tile order", "one tile a block", rules.ONE_TILE_A_BLOCK),
     )
-    is_backward = isinstance(row, BackwardChoice)
-    if row.split > (2 if is_backward else 1):
-        sharers = f"{row.split} {'warpgroups' if row.warpgroups else 'warps'}"
-        decisions = (*decisions, Decision.by("head dimension", f"divided among {sharers}", rules.SHARED_ROWS))
-    if is_backward or row.split > 1:
-        row = replace(row, weighed=_weighed(row.Br if is_backward else row.Bc, row.split, element))
-    return Candidate(row, decisions)
+    if row.split <= (2 if isinstance(row, Backward) else 1):
+        return decisions
+    sharers = f"{row.split} {'warpgroups' if row.warpgroups else 'warps'}"
+    return (*decisions, Decision.by("head dimension", f"divided among {sharers}", rules.SHARED_ROWS))
 
 
-def of_rows(recipe: Recipe, element: ElementType, own: ForwardTiles, sram_bytes: int, rows: int) -> ForwardTiles:
+def of_rows(recipe: Recipe, element: ElementType, own: Forward, sram_bytes: int, rows: int) -> Forward:
     """Over caches: the tiles of a call whose key/value heads have so many rows, no larger than the planner's own.
 
     At most four are beside these, because each is another compilation.
     """
 
-    def blocks(tiles: ForwardTiles) -> int:
+    def blocks(tiles: Forward) -> int:
         """How many share a multiprocessor's memory."""
         return sram_bytes // forward_layout(recipe, element, tiles).bytes
 
@@ -168,10 +182,10 @@ def of_rows(recipe: Recipe, element: ElementType, own: ForwardTiles, sram_bytes:
     parts = (padded(variant.head_dim.v), own.Bc)
     is_narrow = element.bytes == 2 and variant.head_dim.qk <= rules.FEW_ROWS_SHARED.limit and own.split == 1
     if is_narrow and not any(count % (16 * sharers) for count in parts):
-        tiles = _weighing(replace(own, Br=Br, split=sharers, q_in_registers=False), element)
-        deeper = replace(tiles, stages=own.stages + 1)
-        more = _weighing(replace(tiles, Bc=2 * own.Bc), element) if variant.kind.f8_cached else deeper
-        return more if blocks(more) >= 2 else tiles
+        shared = _weighing(Warps(Br, own.Bc, own.warps, own.stages, split=sharers), element)
+        deeper = replace(shared, stages=own.stages + 1)
+        more = _weighing(replace(shared, Bc=2 * own.Bc), element) if variant.kind.f8_cached else deeper
+        return more if blocks(more) >= 2 else shared
     tiles = replace(own, Br=Br, warps=Br // 16 * own.split)
     alone = _weighing(replace(tiles, Bc=2 * own.Bc, stages=1), element)
     if own.split > 1 and own.stages == rules.WIDE_ROWS.limit and blocks(alone):
@@ -181,14 +195,18 @@ def of_rows(recipe: Recipe, element: ElementType, own: ForwardTiles, sram_bytes:
     return tiles
 
 
-def _weighing(tiles: ForwardTiles, element: ElementType) -> ForwardTiles:
-    """With what each of the warps that share rows weighs of a tile."""
-    return replace(tiles, weighed=_weighed(tiles.Bc, tiles.split, element)) if tiles.split > 1 else tiles
+def _weighing(row: S, element: ElementType) -> S:
+    """With the columns of S that each of the warps that share rows, or keys, has: whole operands.
 
-
-def _weighed(positions: int, split: int, element: ElementType) -> int:
-    """A warp's part of a tile's keys, or queries, in whole operands: those of 16 bits come in pairs of 8 columns."""
-    return max(positions // split, 8 if element is ElementType.F32 else 16)
+    Those of 16 bits come in pairs of 8 columns.
+    """
+    least = 8 if element is ElementType.F32 else 16
+    match row:
+        case KeyWarps():
+            return replace(row, s_columns=max(row.Br // row.split, least))
+        case Warps() | QueryWarps() if row.split > 1:
+            return replace(row, s_columns=max(row.Bc // row.split, least))
+    return row
 
 
 # Products of one warp.
@@ -201,28 +219,20 @@ def candidates(
     name: str, recipe: Recipe, element: ElementType, on: Architecture, recipes: Recipes = WARPS
 ) -> list[Candidate[Any]]:
     """Those of a pass, or of ``queries``, of which the schedule pins nothing; none where no row has what it pins."""
-    schedule = recipe.variant.spec.schedule
-    considered: Considered[Any]
-    match name:
-        case "forward":
-            considered = recipes.forward(recipe, element, on)
-            pins = (schedule.Br, schedule.Bc, schedule.warps, schedule.stages)
-        case "backward":
-            considered = recipes.backward(recipe, element, on)
-            pins = (schedule.backward_Br, schedule.backward_Bc, schedule.backward_warps, schedule.backward_stages)
-        case _:
-            considered, pins = recipes.queries(recipe, element, on), (None,) * 4
-    why: tuple[Decision, ...]
-    if pins == (None,) * 4:
-        why = tuple(Decision.by("tiles", rule.name, rule) for rule in considered.rules)
-    else:
+    considered: Considered[Any] = getattr(recipes, name)(recipe, element, on)
+    before = {"forward": "", "backward": "backward_"}.get(name)
+    wanted = () if before is None else ("Br", "Bc", "warps", "stages")
+    pins = {each: getattr(recipe.variant.spec.schedule, f"{before}{each}") for each in wanted}
+    pins = {each: pin for each, pin in pins.items() if pin is not None}
+    why = tuple(Decision.by("tiles", rule.name, rule) for rule in considered.rules)
+    if pins:
         why = (Decision("tiles", "the spec's", "the schedule pins them", FORCED),)
-    rows: list[Any] = _pinned(considered.rows, *pins)
+    rows = _pinned(considered.rows, pins) if pins else considered.rows
     found = (recipes.complete(recipe, element, row, on) for row in rows if _copies_rows(recipe.variant, element, row))
     return [Candidate(each.row, (*each.decisions, *why)) for each in found]
 
 
-def _copies_rows(variant: Variant, element: ElementType, row: AnyChoice) -> bool:
+def _copies_rows(variant: Variant, element: ElementType, row: Schedule) -> bool:
     """Whether the threads that copy for themselves divide into groups that have a row each, of a power of two."""
     threads = 32 * row.warps
     if row.warpgroups:
@@ -232,70 +242,28 @@ def _copies_rows(variant: Variant, element: ElementType, row: AnyChoice) -> bool
     return all(threads % (1 << (min(count, threads) - 1).bit_length()) == 0 for count in chunks)
 
 
-def _pinned(rows: list[Choice], Br: int | None, Bc: int | None, warps: int | None, stages: int | None) -> list[Choice]:
+def _pinned(rows: list[Schedule], pins: Mapping[str, int]) -> list[Schedule]:
     """The candidates with what the schedule pins; warps follow the tile where they are left free."""
-    if (Br, Bc, warps, stages) == (None, None, None, None):
-        return rows
-    found: dict[Choice, None] = {}
-    pins = {"Br": Br, "Bc": Bc, "warps": warps, "stages": stages}
+    found: dict[Schedule, None] = {}
 
-    def distance(row: Choice) -> tuple[bool, int]:
+    def distance(row: Schedule) -> tuple[bool, int]:
         """Of each kind what is like the pinned tile first: whether others copy depends on how wide it is."""
-        return not row.warpgroups, sum(pin not in (None, getattr(row, name)) for name, pin in pins.items())
+        return not row.warpgroups, sum(pin != getattr(row, name) for name, pin in pins.items())
 
     for row in sorted(rows, key=distance):
-        tile = replace(row, Br=Br or row.Br, Bc=Bc or row.Bc, stages=stages or row.stages)
-        counts = [warps] if warps else sorted({row.warps, *range(1, MOST_WARPS + 1)}, key=lambda n: abs(n - row.warps))
-        for count in counts:
-            candidate = _alone(replace(tile, warps=count))
-            if not list(_problems(candidate)):
-                found[candidate] = None
-                break
+        counts = sorted({row.warps, *range(1, MOST_WARPS + 1)}, key=lambda n: abs(n - row.warps))
+        every: Any = ({"warps": count, **pins} for count in counts)
+        tiles = (_alone(replace(row, **each)) for each in every)
+        found |= dict.fromkeys(itertools.islice((each for each in tiles if each.works), 1))
     return list(found)
 
 
-def _alone(choice: Choice) -> Choice:
+def _alone(tile: Schedule) -> Schedule:
     """A warpgroup alone copies for itself, beside another block: who copies for it would be left too many registers."""
-    if isinstance(choice, QueryChoice) or not 0 < choice.warps <= choice.producers:
-        return choice
-    return replace(choice, producers=0, blocks=2)
-
-
-def _problems(choice: AnyChoice) -> Iterator[str]:
-    """Why the templates cannot work with a tile; nothing where they can."""
-    if choice.Br % 16 or choice.Bc % 16:
-        yield "rows and columns come in multiples of 16"
-    if choice.warpgroups:
-        yield from _warpgroup_problems(choice)
-    if isinstance(choice, BackwardChoice):
-        if choice.warps % choice.split or choice.keys % (16 * (choice.warps // choice.split)):
-            yield "a warp has 16 or more whole keys: write B_c as a multiple of 16 times the warps"
-        if choice.Br % (16 * choice.split) and (choice.split == 2 or choice.Br > 16 * choice.split):
-            yield "warps that share keys divide the query rows into sixteens"
-        if choice.divides_keys and (choice.Br, choice.warps, choice.producers > 0) != (64, 8, True):
-            yield "blocks that exchange dS have two warpgroups, 64 rows of dQ, and others copy"
-        if choice.dq_in_halves and (choice.Br != 64 or choice.warps != 8):
-            yield "two warpgroups divide 64 rows of dQ"
-        if choice.Br > 32 * choice.warps:
-            yield "there are fewer threads than query rows"
-        if choice.stages > 2:
-            yield "Q has one stage or two"
-    elif choice.warps % choice.split or choice.Br % (16 * (choice.warps // choice.split)):
-        yield "a warp has 16 or more whole query rows: write B_r as a multiple of 16 times the warps"
-    elif choice.Bc % (16 * choice.split) and choice.Bc > 16 * choice.split:
-        yield "warps that share rows divide the keys into sixteens"
-
-
-def _warpgroup_problems(choice: AnyChoice) -> Iterator[str]:
-    rows, width = (choice.keys, choice.Br) if isinstance(choice, BackwardChoice) else (choice.Br, choice.Bc)
-    rows = choice.rows if isinstance(choice, ForwardChoice) else rows
-    if choice.warps % (4 * choice.split) or rows != 16 * (choice.warps // choice.split):
-        yield "a warpgroup has 64 rows"
-    if isinstance(choice, ForwardChoice) and choice.takes_turns and choice.stages > 1:
-        yield "warpgroups that weigh key tiles in turns have one stage"
-    if isinstance(choice, BackwardChoice) and (choice.Br % 64 or choice.Br > 16 * choice.warps):
-        yield "a warpgroup has 64 rows of dQ"
-    if (choice.stages != 2 and choice.split == 1) or width > 256:
-        yield "warpgroups have two stages of at most 256 rows"
-    if choice.blocks > 1 and choice.blocks * choice.warps > MOST_WARPS:
-        yield "the blocks of a multiprocessor leave a thread 128 registers"
+    shape = (tile.Br, tile.Bc, tile.warps, tile.stages)
+    match tile:
+        case Producers() if tile.warps <= tile.producers:
+            return SelfLoading(*shape, blocks=2, pairs_staged=tile.pairs_staged)
+        case ProducerKeys() if tile.warps <= tile.producers:
+            return SelfLoadingKeys(*shape, blocks=2)
+    return tile

@@ -15,7 +15,7 @@ from flashgen.targets.gpu.cost import pass_time
 from flashgen.targets.gpu.layouts import layout_of
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.tables import BackwardChoice, ForwardChoice
+from flashgen.targets.gpu.schedules import KeyWarps, Warps
 from flashgen.targets.gpu.tiles import OF_KERNEL, GpuPlan
 
 
@@ -51,5 +51,5 @@ def pass_reports(gpu: Gpu, shape: Shape, decisions: GpuPlan) -> tuple[PassReport
 
 def _tile_bytes(recipe: Recipe, element: ElementType, name: str, blocks: BlockSizes) -> int:
     """What a kernel keeps with tiles of this size."""
-    forward, keys = ForwardChoice(blocks.Br, blocks.Bc, 1), BackwardChoice(blocks.Br, blocks.Bc, blocks.Bc // 16)
+    forward, keys = Warps(blocks.Br, blocks.Bc, 1), KeyWarps(blocks.Br, blocks.Bc, blocks.Bc // 16)
     return layout_of(recipe, element, forward if name == "forward" else keys).bytes

@@ -1,7 +1,6 @@
 """The rules of thumb that decide on every GPU, each once, with the measurement behind it.
 
-Figures are of an H200 unless they say otherwise; ``docs/notebook.md`` and ``tools/benchmarks/README.md`` have
-more of each.
+Figures are of an H200 unless they say otherwise. ``docs/notebook.md`` has what was tried and lost.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -16,13 +15,12 @@ from flashgen.plan.packed import Packed
 from flashgen.plan.plan import ANY_CALLS, WHOLE, CallKind, Part, Spill
 from flashgen.targets.gpu import limits
 from flashgen.targets.gpu.architecture import Architecture
-from flashgen.targets.gpu.compile import GpuBinary, compile_beside, compile_calls, spills_of
+from flashgen.targets.gpu.compile import GpuBinary, compile_calls, spills_of
 from flashgen.targets.gpu.packed import packed
 from flashgen.targets.gpu.plan import plan_gpu
 from flashgen.targets.gpu.recipe import decide
 from flashgen.targets.gpu.recipes import Recipes
 from flashgen.targets.gpu.tiles import GpuPlan
-from flashgen.toolchains.cpp import CompilerMissing
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,7 @@ class GpuTarget(Architecture):
         if pins.element is not None:
             spec = replace(spec, dtypes=(pins.element,))
         recipe = decide(variant)
-        return replace(plan_gpu(recipe.with_spec(spec), self, self.recipes, spills), recipe=recipe)
+        return replace(plan_gpu(recipe.of(spec=spec), self, self.recipes, spills), recipe=recipe)
 
     def parts(self, plan: GpuPlan) -> tuple[Part, ...]:
         return tuple(Part(element, name) for element in plan.by_element for name in plan.recipe.variant.kind.passes)
@@ -60,8 +58,8 @@ class GpuTarget(Architecture):
 
         return emit_cuda(plan, part.pass_name)
 
-    def compile(self, source: KernelSource, calls: CallKind = ANY_CALLS) -> GpuBinary:
-        return compile_calls(source, calls, self.name)
+    def compile(self, sources: Sequence[KernelSource], calls: CallKind = ANY_CALLS) -> tuple[GpuBinary, ...]:
+        return compile_calls(sources, calls, self.name)
 
     def spills(self, plan: GpuPlan, binary: GpuBinary) -> tuple[Spill, ...]:
         return tuple(spills_of(plan, binary.kernels))
@@ -75,9 +73,3 @@ class GpuTarget(Architecture):
         binary: GpuBinary | None,
     ) -> Packed:
         return packed(source, plan, part, binary)
-
-    def prepare(self, sources: Sequence[KernelSource], calls: CallKind | None) -> None:
-        """Binaries that go into a package; for the machine at hand nothing, as it need not have such a GPU."""
-        with contextlib.suppress(CompilerMissing):
-            if calls is not None:
-                compile_beside(sources, calls, self.name)

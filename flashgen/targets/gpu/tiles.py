@@ -4,55 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import TypeAlias
 
 from flashgen.ir.types import ElementType
 from flashgen.kinds.kind import PassName
 from flashgen.plan.plan import Plan, Tiles
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.tables import AnyChoice, BackwardChoice, ForwardChoice, QueryChoice
+from flashgen.targets.gpu.schedules import AnyBackward, AnyForward, AnyQueries, Schedule
 
-
-def multiplying(tiles: AnyChoice) -> str:
-    """What multiplies: ``3 warpgroups``, ``4 warps``."""
-    count, what = (tiles.warps // 4, "warpgroup") if tiles.warpgroups else (tiles.warps, "warp")
-    return f"{count} {what}{'s' * (count > 1)}"
-
-
-def staged(tiles: AnyChoice) -> str:
-    """``2 stages``."""
-    return f"{tiles.stages} stage{'s' * (tiles.stages > 1)}"
-
-
-@dataclass(frozen=True)
-class ForwardTiles(ForwardChoice, Tiles):
-    """A row of the tables as it is planned; ``sram_bytes``: shared memory of a block.
-
-    ``registers`` of a thread that multiplies, ``producer_registers`` of one of the producers, where there are some.
-    """
-
-    registers: int = 0
-    producer_registers: int = 0
-
-
-@dataclass(frozen=True)
-class BackwardTiles(BackwardChoice, Tiles):
-    """The same for dK and dV. ``sram_bytes`` is what the kernel needs that also adds up dQ, ``keys_sram_bytes`` what it
-    needs without. ``dq_column_groups`` warpgroups share a tile of dQ.
-    """
-
-    keys_sram_bytes: int = field(kw_only=True)
-    dq_column_groups: int = 1
-    registers: int = 0
-    producer_registers: int = 0
-
-
-@dataclass(frozen=True)
-class QueryTiles(QueryChoice, Tiles):
-    """The same for dQ."""
-
-
-AnyTiles: TypeAlias = ForwardTiles | BackwardTiles | QueryTiles
 # What reasons and rejections call the tiles of a pass, and which of them a kernel goes through.
 TILES_OF: Mapping[PassName, tuple[str, ...]] = {"forward": ("forward",), "backward": ("backward", "queries")}
 OF_KERNEL = {"forward": "forward", "backward": "backward", "keys": "backward", "queries": "queries"}
@@ -63,16 +21,16 @@ class ElementPlan:
     """The tiles of every pass for one element type of q, k, v and o."""
 
     element: ElementType
-    forward: ForwardTiles
-    backward: BackwardTiles
-    queries: QueryTiles
+    forward: AnyForward
+    backward: AnyBackward
+    queries: AnyQueries
 
     @property
-    def passes(self) -> Mapping[str, AnyTiles]:
+    def passes(self) -> Mapping[str, Schedule]:
         """By what reasons call them."""
         return {"forward": self.forward, "backward": self.backward, "queries": self.queries}
 
-    def of_kernel(self, kernel: str) -> AnyTiles | None:
+    def of_kernel(self, kernel: str) -> Schedule | None:
         """The tiles that a kernel goes through; None for those that stream rows."""
         return self.passes[OF_KERNEL[kernel]] if kernel in OF_KERNEL else None
 
@@ -138,11 +96,14 @@ class GpuPlan(Plan):
         each = self.by_element.get(element)
         return {} if each is None else each.passes  # none: no tile fits
 
-    def joined(self, plans: Mapping[ElementType, GpuPlan]) -> GpuPlan:
-        found = plans.values()
+    def joined(self, plans: Mapping[ElementType, tuple[GpuPlan, GpuPlan]]) -> GpuPlan:
+        found = tuple(plan for both in plans.values() for plan in both)
         return replace(
             self,
-            elements=tuple(plan.by_element[element] for element, plan in plans.items()),
+            elements=tuple(
+                replace(backward.by_element[each], forward=forward.by_element[each].forward)
+                for each, (forward, backward) in plans.items()
+            ),
             reasons=tuple(dict.fromkeys(reason for plan in found for reason in plan.reasons)),
             rejected=tuple(dict.fromkeys(lost for plan in (self, *found) for lost in plan.rejected)),
             decisions=tuple(dict.fromkeys(each for plan in found for each in plan.decisions)),

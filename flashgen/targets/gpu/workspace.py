@@ -34,7 +34,7 @@ from flashgen.targets.gpu.launches import (
     part_buffers,
     shared_buffers,
 )
-from flashgen.targets.gpu.model import padded, takes_turns
+from flashgen.targets.gpu.model import padded
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tiles import GpuPlan
 
@@ -71,7 +71,7 @@ def workspace_code(plan: GpuPlan, passes: Collection[PassName]) -> str:
         found.append(forward_buffers(recipe, plan.own.forward))
     if "backward" in passes:
         tiles = plan.own.backward
-        turns, parts = takes_turns(recipe, tiles), shared_buffers(recipe, tiles)
+        turns, parts = tiles.takes_turns(recipe), shared_buffers(recipe, tiles)
         found.append(atomic_buffers(recipe, persistent=tiles.persistent, turns=turns, parts=parts))
         found.append(exact_buffers(recipe))
     for buffers in found:

@@ -24,8 +24,8 @@ class ListingPlan(Plan):
     def of_element(self, element: ElementType) -> Mapping[str, Tiles]:
         return {"forward": self.tile, "backward": self.tile}
 
-    def joined(self, plans: Mapping[ElementType, ListingPlan]) -> ListingPlan:
-        return plans[ElementType.F32]
+    def joined(self, plans: Mapping[ElementType, tuple[ListingPlan, ListingPlan]]) -> ListingPlan:
+        return plans[ElementType.F32][0]
 
 
 def plan_listing(variant: Variant, spills: Collection[Spill]) -> ListingPlan:

@@ -40,8 +40,8 @@ class ListingTarget:
     def emit(self, variant: Variant, plan: ListingPlan, part: Part = WHOLE) -> KernelSource:
         return emit_listing(variant, plan)
 
-    def compile(self, source: KernelSource, calls: CallKind = ANY_CALLS) -> str:
-        return compile_listing(source)
+    def compile(self, sources: Sequence[KernelSource], calls: CallKind = ANY_CALLS) -> tuple[str, ...]:
+        return tuple(map(compile_listing, sources))
 
     def spills(self, plan: ListingPlan, binary: str) -> tuple[Spill, ...]:
         return spills(plan)
@@ -51,9 +51,6 @@ class ListingTarget:
     ) -> Packed:
         head_dim = str(source.head_dim)
         return Packed(ManifestKernel(source.file_name, self.name, source.symbol, head_dim, plan.tile, plan.tile))
-
-    def prepare(self, sources: Sequence[KernelSource], calls: CallKind | None) -> None:
-        """A listing is made nowhere but here."""
 
 
 def targets() -> Mapping[str, ListingTarget]:

@@ -6,19 +6,19 @@ templates.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from flashgen.analysis.constraints import COLUMN, ROW
 from flashgen.analysis.diagonals import by_distance
 from flashgen.analysis.levels import Level
-from flashgen.analysis.variant import CapturedGradient, Variant
+from flashgen.analysis.variant import CapturedGradient
 from flashgen.emit.context import labels, moved_inputs, pair_terms
 from flashgen.emit.placement import Placement
 from flashgen.ir.expr import Expr, Load, index_set
+from flashgen.ir.spec import CapturedTensor
 from flashgen.ir.text import text
 from flashgen.plan.arguments import dimension_field, gradient_field, stored_field, stored_tensors, summed_tensors
-from flashgen.targets.gpu.diagonals import RUN
-from flashgen.targets.gpu.model import BINS
 from flashgen.targets.gpu.primitives import C_TYPES
 from flashgen.targets.gpu.printed.spec import Places
 from flashgen.targets.gpu.recipe import Recipe
@@ -40,8 +40,6 @@ class Gradient:
     level: str
     number: int  # of the target
     target: str  # the member of Arguments that receives it
-    value: str  # the variable that holds one pair's contribution
-    sum: str  # the member of a block that holds a sum
     sum_index: str  # which of a lane's sums a pair belongs to
     pair_code: str | None  # one pair's contribution; None: it arrives through the sink alone
     sink_code: str | None  # one row's contribution through the sink
@@ -54,23 +52,17 @@ class Gradient:
     strides: tuple[str, str] | None  # of i and j, where each pair of a head has an element of its own
     comment: str
 
-    @property
-    def sink_only(self) -> bool:
-        return self.pair_code is None
-
 
 @dataclass(frozen=True)
 class GradientCode:
     """By the kernel that sums them up: ``keys``, of which ``pairs`` have elements of their own a pair, ``queries``,
-    and ``sinks``, which arrive through sinks. A warp keeps ``bins`` sums by distance. A run of distances has ``run``.
+    and ``sinks``, which arrive through sinks.
     """
 
     keys: tuple[Gradient, ...]
     pairs: tuple[Gradient, ...]
     queries: tuple[Gradient, ...]
     sinks: tuple[Gradient, ...]
-    bins: int = BINS
-    run: int = RUN
 
     @property
     def by_runs(self) -> tuple[Gradient, ...]:
@@ -127,8 +119,6 @@ def _gradient(gradient: CapturedGradient, label: str, recipe: Recipe, places: Pl
         level=gradient.level.value,
         number=recipe.captured.index(target),
         target=target,
-        value=f"loss_by_{label}",
-        sum=f"sum_by_{label}",
         sum_index={Level.COLUMN: "[k]", Level.ROW: "[n]"}.get(gradient.level, ""),
         pair_code=pair_code,
         sink_code=" + ".join(sinks) or None,
@@ -136,21 +126,16 @@ def _gradient(gradient: CapturedGradient, label: str, recipe: Recipe, places: Pl
         offset_by_distance=None if on_diagonal is None else placement.gradient_offset(on_diagonal, Level.DIAGONAL),
         runs=recipe.runs.index(gradient) if gradient in recipe.runs else None,
         factor=None if on_diagonal is None and strides is None else _factor(gradient, placement),
-        stored=_stored(variant, gradient),
-        summed=_summed(variant, gradient) if gradient == recipe.in_turn else None,
+        stored=_whole(stored_tensors(variant.spec), gradient),
+        summed=_whole(summed_tensors(variant.spec), gradient) if gradient == recipe.in_turn else None,
         strides=strides,
         comment=f"∂L/∂{text(read)}",
     )
 
 
-def _stored(variant: Variant, gradient: CapturedGradient) -> Stored | None:
-    found = (each for each in stored_tensors(variant.spec) if each.name == gradient.name)
+def _whole(tensors: Iterable[CapturedTensor], gradient: CapturedGradient) -> Stored | None:
+    found = (each for each in tensors if each.name == gradient.name)
     return next((Stored(stored_field(each.name), C_TYPES[each.element]) for each in found), None)
-
-
-def _summed(variant: Variant, gradient: CapturedGradient) -> Stored:
-    (found,) = (each for each in summed_tensors(variant.spec) if each.name == gradient.name)
-    return Stored(stored_field(found.name), C_TYPES[found.element])
 
 
 def _factor(gradient: CapturedGradient, placement: Placement) -> str | None:

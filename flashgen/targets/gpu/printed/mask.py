@@ -18,35 +18,23 @@ from flashgen.emit.ranges import RangeCode, range_code
 from flashgen.ir.expr import Expr
 from flashgen.kinds.operand import stride_of
 from flashgen.plan.arguments import dimension_field, stride_field, tensor_field
-from flashgen.plan.by_blocks import BROUGHT, COUNTED, ITEM, MOST_BLOCKS, MOST_NUMBERS, QUERIES
-from flashgen.targets.gpu.diagonals import BEYOND, diagonal_indices
+from flashgen.targets.gpu.diagonals import diagonal_indices
 from flashgen.targets.gpu.layout import joined
 from flashgen.targets.gpu.model import (
-    FEW_QUERIES,
-    MERGING_WARPS,
     OPENED_TILE,
     PLACE_OF_QUERIES,
     PRODUCER_TILES_OF_QUERIES,
     TILES_OF_KEYS,
     TILES_OF_QUERIES,
-    WINDOW,
     notes,
     visit_list,
 )
-from flashgen.targets.gpu.printed.runs import LineCode, keys_of_row, queries_of_column
-from flashgen.targets.gpu.recipe import Recipe
+from flashgen.targets.gpu.printed.runs import RunCode, runs_of_line
+from flashgen.targets.gpu.recipe import Lists, Recipe
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """The sizes of the blocks at which a tile is cut, as template arguments, by rows and by columns."""
-
-    rows: str
-    columns: str
-
-
-@dataclass(frozen=True)
-class Lists:
+class ListCode:
     """Lists of visits: what of a call's heads has lists of its own, and whether the host keeps them.
 
     Where blocks take the ``longest_first``, ``mask_of_head`` is code for the number of lists of masks before that of a
@@ -64,13 +52,10 @@ class Lists:
 
 @dataclass(frozen=True)
 class Selected:
-    """The condition that asks whether a key is selected, in ``block`` keys together, over caches; of up to
-    ``few_queries`` each is asked for.
-    """
+    """The condition that asks whether a key is selected, in ``block`` keys together, over caches."""
 
     range: RangeCode
     block: int
-    few_queries: int = FEW_QUERIES
 
 
 @dataclass(frozen=True)
@@ -78,10 +63,7 @@ class Listed:
     """By blocks of keys: of a query's list where its first number lies in the field ``tensor``, how far apart the
     others do, and the field that says how many there are, each of a ``block`` of keys.
 
-    ``heads_apart`` and ``rows_apart`` are the fields that say how far those of Q are. Lists of so many ``queries`` are
-    turned together, for blocks of threads that take as many units of rows as an ``item`` has; ``most_blocks`` of keys
-    have counters, lists ``most_numbers``; blocks of threads count queries and bring them to their places, so many at a
-    time, and so many warps merge parts.
+    ``heads_apart`` and ``rows_apart`` are the fields that say how far those of Q are.
     """
 
     tensor: str
@@ -91,41 +73,32 @@ class Listed:
     heads_apart: str
     rows_apart: str
     block: int
-    queries: int = QUERIES
-    item: int = ITEM
-    most_blocks: int = MOST_BLOCKS
-    most_numbers: int = MOST_NUMBERS
-    counted: int = COUNTED
-    brought: int = BROUGHT
-    merging_warps: int = MERGING_WARPS
 
 
 @dataclass(frozen=True)
 class MaskCode:
     """Which tiles and pairs are kept.
 
-    ``diagonals``: whose numbers of diagonals a kernel reads, where there are some, with so many ``beyond`` either end.
-    ``by_head``: heads that share keys have masks of their own. A list of visits stands for one ``window`` of tiles;
-    blocks keep ``words_of_notes`` beside it, in the structs ``notes``. ``keys_of_row``, ``queries_of_column``: what a
+    ``diagonals``: whose numbers of diagonals a kernel reads, where there are some. ``by_head``: heads that share keys
+    have masks of their own. Tiles are cut in ``pieces`` at blocks of these sizes, by rows and by columns. Beside a list
+    of visits blocks keep ``words_of_notes``, in the structs ``notes``. ``keys_of_row``, ``queries_of_column``: what a
     line keeps, where it is known without a look at each pair.
     """
 
     keep_range: RangeCode
-    keys_of_row: LineCode | None
-    queries_of_column: LineCode | None
+    keys_of_row: tuple[RunCode, ...] | None
+    queries_of_column: tuple[RunCode, ...] | None
     selected: Selected | None
     listed: Listed | None
     by_head: bool
-    pieces: Pieces | None
-    lists: Lists | None
+    pieces: str | None
+    lists: ListCode | None
     rows: tuple[Observed, ...]
     columns: tuple[Observed, ...]
     diagonals: Masks | None
     words_of_notes: int
     bytes_of_list: int
     notes: str
-    beyond: int = BEYOND
-    window: int = WINDOW
 
     @property
     def asks_lines(self) -> bool:
@@ -142,8 +115,8 @@ def mask_code(recipe: Recipe, placement: Placement, *, lines: bool) -> MaskCode:
     observed = tuple(observed_load(load, placement) for load in loads)
     return MaskCode(
         keep_range=range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed}),
-        keys_of_row=keys_of_row(variant.keep_of_pairs, placement) if lines else None,
-        queries_of_column=queries_of_column(variant.keep_of_pairs, placement) if lines else None,
+        keys_of_row=runs_of_line(variant.keep_of_pairs, COLUMN, placement) if lines else None,
+        queries_of_column=runs_of_line(variant.keep_of_pairs, ROW, placement) if lines else None,
         selected=_selected(variant, placement),
         listed=_listed(variant, placement),
         by_head="h" in mask_axes(variant.keep),
@@ -158,7 +131,7 @@ def mask_code(recipe: Recipe, placement: Placement, *, lines: bool) -> MaskCode:
     )
 
 
-def _lists(recipe: Recipe) -> Lists | None:
+def _lists(recipe: Recipe) -> ListCode | None:
     if not recipe.has_lists:
         return None
     axes = mask_axes(recipe.variant.keep)
@@ -166,7 +139,7 @@ def _lists(recipe: Recipe) -> Lists | None:
     if "hkv" in axes:
         sharers = ("unsigned(a.heads) / unsigned(a.kv_heads)", "1u")
     mask_of_head = "head / sharers * tiles + " if "b" in axes else ""
-    return Lists(masks_apart(axes), recipe.keeps_lists, recipe.longest_first, mask_of_head, *sharers)
+    return ListCode(masks_apart(axes), recipe.lists is Lists.KEPT, recipe.longest_first, mask_of_head, *sharers)
 
 
 def _selected(variant: Variant, placement: Placement) -> Selected | None:
@@ -192,9 +165,9 @@ def _listed(variant: Variant, placement: Placement) -> Listed | None:
     )
 
 
-def _pieces(keep: Expr) -> Pieces:
-    rows, columns = (", ".join(str(size) for size in block_sizes(keep, axis)) for axis in (ROW, COLUMN))
-    return Pieces(rows, columns)
+def _pieces(keep: Expr) -> str:
+    sizes = (", ".join(str(size) for size in block_sizes(keep, axis)) for axis in (ROW, COLUMN))
+    return ", ".join(f"fg::Blocks<{each}>()" for each in sizes)
 
 
 def _notes(variant: Variant) -> str:

@@ -14,7 +14,6 @@ from flashgen.kinds.field import Field
 from flashgen.kinds.kind import PassName
 from flashgen.kinds.operand import Elements
 from flashgen.plan.arguments import fields_of_sequences, param_field, param_place_field
-from flashgen.plan.launches import TURNED_KEYS
 from flashgen.targets.gpu.addressing import addressing_code, sequence_code
 from flashgen.targets.gpu.launches import captured_elements
 from flashgen.targets.gpu.lists import cuda_fields
@@ -35,8 +34,8 @@ class Param:
 class OperandCode:
     """Rows of q, k, v and o, and all other arguments.
 
-    V of 8 bits is turned in blocks of ``turned_keys``. ``written`` and ``written_of_keys``: the type of elements of o
-    and dq, and of dk and dv: T, that of the call, or another. ``of_sequences`` are fields, and those of their tables.
+    ``written`` and ``written_of_keys``: the type of elements of o and dq, and of dk and dv: T, that of the call, or
+    another. ``of_sequences`` are fields, and those of their tables.
     """
 
     written: str
@@ -48,7 +47,6 @@ class OperandCode:
     params: tuple[Param, ...]
     captured: dict[str, str]  # the elements of each that has a gradient, by the field that receives it
     workspace: str
-    turned_keys: int = TURNED_KEYS
 
 
 def operand_code(plan: GpuPlan, passes: Collection[PassName]) -> OperandCode:

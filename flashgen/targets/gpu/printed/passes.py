@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.last_keys import LEAST_PART, MOST_PARTS, MOST_UNITS, PART_OVERHEAD, shares_last
@@ -19,17 +20,19 @@ from flashgen.targets.gpu.model import (
     MERGED_WEIGHTS,
     MERGING_THREADS,
     MOST_COLUMNS,
-    finds_selected,
-    merging_shares,
-    merging_warps,
+    dq_column_groups,
     padded,
     row_words,
     spans_of_half,
-    stored_whole,
-    takes_turns,
 )
 from flashgen.targets.gpu.primitives import C_TYPES, WarpgroupProducts
-from flashgen.targets.gpu.tiles import BackwardTiles, ForwardTiles, GpuPlan, QueryTiles
+from flashgen.targets.gpu.schedules import Backward, Forward, Schedule
+from flashgen.targets.gpu.tiles import GpuPlan
+
+# What templates ask of a schedule: of every one, forward, and of dK and dV.
+_OF_SCHEDULES = ("warps", "stages", "split", "s_columns", "warpgroups", "producers", "blocks", "threads")
+_OF_FORWARD = ("cluster", "tensor_copies", "pairs_staged", "q_in_registers", "overlaps_next", "q_places")
+_OF_BACKWARD = ("cluster", "tensor_copies", "pairs_staged", "dq_sent", "persistent")
 
 
 @dataclass(frozen=True)
@@ -49,32 +52,12 @@ class ForwardCode:
     of warpgroups; ``across``: what starts P·V.
     """
 
-    tiles: ForwardTiles
+    tiles: Forward
     constants: Constants
     memory: Printed
     shows_columns: bool
     wide: bool
     across: str
-
-    @property
-    def self_loading(self) -> bool:
-        """Whether blocks are persistent and have no warps of their own to copy."""
-        return self.tiles.tensor_copies and not self.tiles.producers
-
-    @property
-    def has_producers(self) -> bool:
-        """Whether they are persistent and have them."""
-        return self.tiles.tensor_copies and self.tiles.producers > 0
-
-    @property
-    def begins_next(self) -> bool:
-        """Whether blocks that copy for themselves begin with the next query tile while they work on one."""
-        return self.tiles.tensor_copies and self.tiles.begins_next and not self.tiles.goes_over
-
-    @property
-    def divided(self) -> bool:
-        """Whether warps share rows, and scores of each key tile."""
-        return self.tiles.split > 1 and not self.tiles.takes_turns
 
 
 @dataclass(frozen=True)
@@ -87,7 +70,7 @@ class BackwardCode:
     that no pair adds to are cleared.
     """
 
-    tiles: BackwardTiles
+    tiles: Backward
     constants: Constants
     memory: Printed
     row_words: str
@@ -103,9 +86,9 @@ class BackwardCode:
     part_overhead: int = PART_OVERHEAD
 
     @property
-    def begins_next(self) -> bool:
+    def prefetches_next(self) -> bool:
         """Whether blocks bring the list of the next key tile while they work on one."""
-        return self.persistent and self.tiles.begins_next
+        return self.persistent and self.tiles.prefetches_next
 
 
 @dataclass(frozen=True)
@@ -118,17 +101,12 @@ class QueryCode:
 
 def forward_code(plan: GpuPlan) -> ForwardCode:
     """The forward pass."""
-    recipe, variant, of_warpgroups = plan.recipe, plan.recipe.variant, has_warpgroups(plan)
-    element, tiles = plan.own.element, plan.own.forward
-    more = {"q_in_registers": int(tiles.q_in_registers)}
-    more |= _role_constants(tiles) if of_warpgroups else {}
-    more |= {"goes_over": 1, "q_places": tiles.q_places} if tiles.goes_over else {}
-    more |= {"pairs_staged": 1} if tiles.pairs_staged else {}
-    more |= {"cluster": tiles.cluster} if tiles.cluster > 1 else {}
+    recipe, variant = plan.recipe, plan.recipe.variant
+    element, tiles, more = plan.own.element, plan.own.forward, dict[str, int]()
     if variant.kind.cached:
-        more |= {"merging_warps": merging_warps(variant, tiles), "shares": merging_shares(variant, tiles)}
+        more |= {"merging_warps": tiles.merging_warps(variant), "shares": tiles.merging_shares(variant)}
         more |= {"merging_threads": MERGING_THREADS, "merged_weights": MERGED_WEIGHTS}
-        more |= {"finds_selected": int(finds_selected(variant, element, tiles))}
+        more |= {"finds_selected": int(tiles.finds_selected(variant, element))}
     if variant.kind.f8:
         more |= {"tiles_of_sums": max(1, KEYS_OF_SUMS // tiles.Bc)}
     if variant.uses_sqdist and tiles.producers:
@@ -137,9 +115,7 @@ def forward_code(plan: GpuPlan) -> ForwardCode:
     layouts = {C_TYPES[element]: forward_layout(recipe, element, tiles)}
     return ForwardCode(
         tiles=tiles,
-        constants=Constants(
-            "ForwardPlan", "The plan of the forward pass.", _constants(tiles, more, of_warpgroups=of_warpgroups)
-        ),
+        constants=Constants("ForwardPlan", "The plan of the forward pass.", _constants(tiles, _OF_FORWARD, more)),
         memory=printed("ForwardMemory", "Where blocks of the forward pass have what, in bytes.", "class T", layouts),
         shows_columns=bool(recipe.observed_columns) and tiles.tensor_copies,
         wide=wide,
@@ -153,33 +129,26 @@ def forward_code(plan: GpuPlan) -> ForwardCode:
 
 def backward_code(plan: GpuPlan) -> BackwardCode:
     """The pass of dK and dV."""
-    recipe, of_warpgroups = plan.recipe, has_warpgroups(plan)
-    element, tiles = plan.own.element, plan.own.backward
+    recipe, element, tiles = plan.recipe, plan.own.element, plan.own.backward
     layouts = {
         f"{C_TYPES[element]}, {str(atomic).lower()}": backward_layout(recipe, element, tiles, with_dq=atomic)
         for atomic in ((True, False) if recipe.one_pass else (False,))
     }
-    more = {"split": tiles.split, "weighed": tiles.weighed}
-    more |= {"dq_sent": tiles.dq_sent or 0} if tiles.dq_in_halves else {}
-    more |= {"cluster": tiles.cluster} if tiles.cluster > 1 else {}
-    if of_warpgroups:
-        more |= _role_constants(tiles)
-        more |= {"dq_column_groups": tiles.dq_column_groups, "persistent": int(tiles.persistent)}
-    more |= {"pairs_staged": 1} if tiles.pairs_staged else {}
-    more |= {"stores_whole": int(bool(stored_whole(recipe, tiles)))} if recipe.stored or recipe.in_turn else {}
-    more |= {"takes_turns": int(takes_turns(recipe, tiles))} if recipe.in_turn is not None else {}
+    more = {
+        "dq_column_groups": _dq_column_groups(plan, tiles),
+        "stores_whole": bool(tiles.stored_whole(recipe)),
+        "takes_turns": tiles.takes_turns(recipe),
+    }
     return BackwardCode(
         tiles=tiles,
-        constants=Constants(
-            "BackwardPlan", "The plan of dK and dV.", _constants(tiles, more, of_warpgroups=of_warpgroups)
-        ),
+        constants=Constants("BackwardPlan", "The plan of dK and dV.", _constants(tiles, _OF_BACKWARD, more)),
         memory=printed("BackwardMemory", "The same for dK and dV.", "class T, bool atomic", layouts),
         row_words=row_words(recipe).places("RowWords"),
         persistent=recipe.one_pass and tiles.persistent,
         shows_rows=bool(recipe.row_state and recipe.observed_rows),
         divided=plan.own.queries.split > 1,
-        clears=bool(stored_whole(recipe, tiles)),
-        has_turns=takes_turns(recipe, tiles),
+        clears=bool(tiles.stored_whole(recipe)),
+        has_turns=tiles.takes_turns(recipe),
         shares_last=shares_last(recipe.variant, tiles),
     )
 
@@ -189,11 +158,7 @@ def query_code(plan: GpuPlan) -> QueryCode:
     element, tiles = plan.own.element, plan.own.queries
     layouts = {C_TYPES[element]: query_layout(plan.recipe, element, tiles)}
     return QueryCode(
-        Constants(
-            "QueryPlan",
-            "The plan of dQ, where it has a kernel of its own.",
-            _constants(tiles, {}, of_warpgroups=has_warpgroups(plan)),
-        ),
+        Constants("QueryPlan", "The plan of dQ, where it has a kernel of its own.", _constants(tiles)),
         printed("QueryMemory", "Where the kernel of dQ has what, in bytes of shared memory.", "class T", layouts),
     )
 
@@ -209,46 +174,44 @@ def warpgroup_products(plan: GpuPlan) -> WarpgroupProducts | None:
     D, Dv = padded(head_dim.qk), padded(head_dim.v)
     forward, backward = own.forward, own.backward
     if forward.warpgroups:
-        widths |= {forward.weighed or forward.Bc, *_widths_of_o(Dv, own.element, forward)}
-    if backward.dq_in_halves:
+        widths |= {forward.s_columns or forward.Bc, *_widths_of_o(Dv, own.element, forward)}
+    if backward.halves_dq:
         of_dq = spans_of_half(D // backward.column_parts, own.element)
         of_dv = spans_of_half(Dv // backward.column_parts, own.element)
         of_keys = (*of_dq, *of_dv) if backward.shares_keys else (D, Dv)
         pieces = (min(64, span) for span in of_dq)  # where registers are few
-        widths |= {backward.weighed, *of_dq, *of_keys, *pieces}
+        widths |= {backward.s_columns, *of_dq, *of_keys, *pieces}
     elif backward.warpgroups:
-        widths |= {backward.weighed, D, Dv, D // backward.dq_column_groups}
+        widths |= {backward.s_columns, D, Dv, D // _dq_column_groups(plan, backward)}
     if own.queries.warpgroups:
         widths |= {own.queries.Bc, D}
     if not widths:
         return None
-    spans = backward.dq_in_halves or (forward.warpgroups and (forward.split > 1 or Dv > MOST_COLUMNS))
+    spans = backward.halves_dq or (forward.warpgroups and (forward.split > 1 or Dv > MOST_COLUMNS))
     clusters = forward.cluster > 1 or backward.cluster > 1
     return WarpgroupProducts(
-        tuple(sorted(width // 8 for width in widths)), own.element, spans, forward.takes_turns, clusters
+        tuple(sorted(width // 8 for width in widths)), own.element, spans, forward.ping_pong, clusters
     )
 
 
-def _widths_of_o(Dv: int, element: ElementType, tiles: ForwardTiles) -> tuple[int, ...]:
+def _widths_of_o(Dv: int, element: ElementType, tiles: Forward) -> tuple[int, ...]:
     """The columns of products with V."""
     if tiles.split > 1:
         return spans_of_half(Dv, element)
     return tuple(min(MOST_COLUMNS, Dv - first) for first in range(0, Dv, MOST_COLUMNS))
 
 
+def _dq_column_groups(plan: GpuPlan, tiles: Backward) -> int:
+    """Warpgroups that share a tile of dQ."""
+    if not tiles.warpgroups or tiles.halves_dq:
+        return 1
+    return dq_column_groups(padded(plan.recipe.variant.head_dim.qk), tiles.Br, tiles.warps, plan.own.element)
+
+
 def _constants(
-    tiles: ForwardTiles | BackwardTiles | QueryTiles, more: Mapping[str, int], *, of_warpgroups: bool
+    tiles: Schedule, names: tuple[str, ...] = (), more: Mapping[str, int] = MappingProxyType({})
 ) -> tuple[tuple[str, str], ...]:
-    shared = {"BR": tiles.Br, "BC": tiles.Bc, "warps": tiles.warps, "stages": tiles.stages, **more}
-    shared |= {"warpgroups": int(tiles.warpgroups)} if of_warpgroups else {}
-    if tiles.split > 1:
-        shared |= {"split": tiles.split, "weighed": tiles.weighed}
-    return tuple((name, str(value)) for name, value in shared.items())
-
-
-def _role_constants(tiles: ForwardTiles | BackwardTiles) -> dict[str, int]:
-    """Who copies, and how, how many blocks share the registers, and how many those who copy have and the others get."""
-    roles = {"producers": tiles.producers, "blocks": tiles.blocks}
-    if tiles.producers:
-        roles |= {"producer_registers": tiles.producer_registers, "registers": tiles.registers}
-    return roles | {"tensor_copies": int(tiles.tensor_copies)}
+    own = {name: getattr(tiles, name) for name in (*_OF_SCHEDULES, *names)}
+    multiplying, copying = tiles.registers
+    values = {"BR": tiles.Br, "BC": tiles.Bc, **own, "registers": multiplying, "producer_registers": copying, **more}
+    return tuple((name, str(int(value))) for name, value in values.items())

@@ -1,6 +1,6 @@
 """The runs of a mask as code: of a row the keys that it keeps, of a column the queries.
 
-In: what a mask keeps of a line, and where its code is placed. Out: ``LineCode``, of which templates make a function
+In: what a mask keeps of a line, and where its code is placed. Out: ``RunCode``s, of which templates make a function
 that returns a lane's elements as bits.
 """
 
@@ -10,7 +10,7 @@ import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from flashgen.analysis.constraints import COLUMN, ROW, Truth
+from flashgen.analysis.constraints import Truth
 from flashgen.analysis.kept_runs import Blocks, Run, fits_position, kept_runs
 from flashgen.analysis.levels import level_of
 from flashgen.analysis.linear import Linear
@@ -32,26 +32,10 @@ class RunCode:
     condition: str | None
 
 
-@dataclass(frozen=True)
-class LineCode:
-    """The runs of a line."""
-
-    runs: tuple[RunCode, ...]
-
-
-def keys_of_row(keep: Expr, placement: Placement) -> LineCode | None:
-    """Which keys of a tile a row keeps; None where each pair is asked."""
-    return _line(keep, COLUMN, placement)
-
-
-def queries_of_column(keep: Expr, placement: Placement) -> LineCode | None:
-    """Which queries of a tile a column is kept by; None where each pair is asked."""
-    return _line(keep, ROW, placement)
-
-
-def _line(keep: Expr, axis: Symbol, placement: Placement) -> LineCode | None:
+def runs_of_line(keep: Expr, axis: Symbol, placement: Placement) -> tuple[RunCode, ...] | None:
+    """The keys of a tile that a row keeps (axis ``COLUMN``), or the queries of a column; None: pairs are asked."""
     runs = kept_runs(keep, axis)
-    return None if runs is None else LineCode(tuple(_run(n, run, placement) for n, run in enumerate(runs)))
+    return None if runs is None else tuple(_run(n, run, placement) for n, run in enumerate(runs))
 
 
 def _run(number: int, run: Run, placement: Placement) -> RunCode:

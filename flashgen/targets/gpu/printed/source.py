@@ -69,7 +69,7 @@ def source_code(
     """What the source of a variant says of itself; ``lines``: its mask is asked once a line."""
     recipe, variant, warpgroups = plan.recipe, plan.recipe.computed, warpgroup_products(plan)
     spec = variant.spec
-    reads_words = recipe.ahead is not None or bool(stored_tensors(spec) or recipe.in_turn) or variant.uses_sqdist
+    reads_words = recipe.prefetch is not None or bool(stored_tensors(spec) or recipe.in_turn) or variant.uses_sqdist
     used = {
         "eight_bits": variant.kind.f8,
         "lane_bits": lines,
