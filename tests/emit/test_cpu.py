@@ -20,6 +20,7 @@ from flashgen.targets.cpu.model import buffers
 from flashgen.targets.cpu.plan import plan_cpu
 from flashgen.targets.cpu.products import FEWEST_ROWS, OF_TANGENTS, Products
 from flashgen.toolchains.cpp import REQUIRED_FLAGS, find_compiler
+from tests.emit.instantiated import works_without
 
 EVERYTHING = """
 attention everything {
@@ -244,24 +245,29 @@ def test_a_window_asks_for_the_keys_of_the_next_tile(tmp_path: Path) -> None:
     assert stray == "0"
 
 
-def test_scores_that_are_multiples_of_the_product_are_not_stored() -> None:
+def test_scores_that_are_multiples_of_the_product_are_not_stored(tmp_path: Path) -> None:
     """Exponents multiply them, in masked tiles as in others, so that both give the same bits."""
     plain, squared = (
-        emitted(f"attention a {{ head_dim 64 {body} mask causal }}").text for body in ("", "score s - 0.1 * s * s")
+        emitted(f"attention a {{ head_dim 64 {body} mask causal }}") for body in ("", "score s - 0.1 * s * s")
     )
-    assert "linear = true" in plain
-    assert "fg::VecF score(" not in plain
-    assert "linear = true" not in squared
-    assert "fg::VecF score(" in squared
+    for source in (plain, squared):
+        weights = section(source.whole, "static void pairs(")
+        assert weights.count("exp2_bounded(fg::load(s + j * ld) * Spec::SCORE_FACTOR - offset)") == 1
+    assert "fg::VecF score(" not in plain.text
+    assert works_without(plain.whole, "score", tmp_path)
+    assert works_without(squared.whole, "unknown", tmp_path)
+    assert not works_without(squared.whole, "score", tmp_path)
 
 
-def test_bounded_scores_have_no_maximum() -> None:
+def test_bounded_scores_have_no_maximum(tmp_path: Path) -> None:
     """A cap of 55 is 79.3 in base 2, one of 56 is 80.8: from there on rows have maxima."""
     capped, beyond = (
-        emitted(f"attention a {{ head_dim 64 score softcap(s, {cap}) mask causal }}").text for cap in (55.0, 56.0)
+        emitted(f"attention a {{ head_dim 64 score softcap(s, {cap}) mask causal }}").whole for cap in (55.0, 56.0)
     )
-    assert "bounded_scores = true" in capped
-    assert "bounded_scores = true" not in beyond
+    assert "exp2_normal(score(" in section(capped, "static void pairs(")
+    assert works_without(capped, "MOST_GROWTH", tmp_path, "sizeof(Scratch::row_max) == 0")
+    assert works_without(beyond, "unknown", tmp_path, "sizeof(Scratch::row_max) > 0")
+    assert not works_without(beyond, "MOST_GROWTH", tmp_path)
 
 
 def test_products_run_beside_the_longer_loop() -> None:

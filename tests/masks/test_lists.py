@@ -16,11 +16,12 @@ import flashgen
 from flashgen.analysis.pieces import is_irregular
 from flashgen.analysis.simplify import simplify
 from flashgen.hosts.kernel import ArgumentLayout
-from flashgen.language import parse_file
+from flashgen.language import parse_file, parse_text
 from flashgen.plan.arguments import argument_fields
 from flashgen.targets.cpu.device import GENERIC_CPU
 from flashgen.targets.cpu.emit import emit_cpu
 from flashgen.targets.cpu.plan import plan_cpu
+from tests.emit.instantiated import works_without
 from tests.ir.expressions import expr
 from tests.masks.catalogue import Mask
 from tests.masks.measure import ENDS, compiled, variant_of
@@ -176,6 +177,14 @@ def test_masks_over_captured_tensors_have_none() -> None:
 
 
 @pytest.mark.parametrize("name", ["causal", "alibi", "gpt_oss", "longformer", "packed_documents", "block_sparse"])
-def test_other_specs_do_not_pay(repository: Path, name: str) -> None:
+def test_other_specs_do_not_pay(repository: Path, name: str, tmp_path: Path) -> None:
+    """Nothing is instantiated that makes lists or holds them: all of it asks what they depend on."""
     variant = variant_of(parse_file(repository / "specs" / f"{name}.attn").specs[0])
-    assert "keeps_lists" not in emit_cpu(variant, plan_cpu(variant, GENERIC_CPU)).text
+    assert works_without(emit_cpu(variant, plan_cpu(variant, GENERIC_CPU)).whole, "question_of", tmp_path)
+
+
+def test_specs_with_lists_ask_what_they_depend_on(tmp_path: Path) -> None:
+    variant = variant_of(parse_text("attention dilated { head_dim 16 mask (i - j) % 3 == 0 }").specs[0])
+    text = emit_cpu(variant, plan_cpu(variant, GENERIC_CPU)).whole
+    assert works_without(text, "unknown", tmp_path)
+    assert not works_without(text, "question_of", tmp_path)

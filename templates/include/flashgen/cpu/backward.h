@@ -51,8 +51,7 @@ template <class Spec, class KindOfProducts> struct BackwardTile {
     typename Products::template Scores<BC, rows, true, true> ds;  // dPᵀ, then (dS ∘ ∂S/∂dot)ᵀ
     float dqt[DP * ld];                                           // dQᵀ
     float dq[rows * DP];
-    // 1 / Z; less than 0 where one key alone has a weight: its P is 1 or -1, however the weight moves. Then delta is of
-    // d_lse alone.
+    // 1 / Z; less than 0 where one key alone has a weight: its P is 1 or -1, and delta is of d_lse alone.
     float inverse[Spec::divided ? rows : 0];
     // lse in base 2, and what its rounding left over. Where scores are neither linear nor bounded a weight is
     // exp2((score - lse) · log2(e) - lse_rest); of a row whose scores are extreme lse is a maximum of these.
@@ -72,19 +71,9 @@ template <class Spec, class KindOfProducts> struct BackwardTile {
 
   // ---- Before the first key tile, and before each ------------------------------------------------------------------
 
-  static HeadRows queries(const Call& a, const QueryTile& of) {
-    return rows_of_head(a.q, a.element, of.b, a.q_stride_b, of.h, a.q_stride_h, a.q_stride_n);
-  }
   static HeadRows gradients_of_o(const Call& a, const QueryTile& of) {
     return rows_of_head(a.d_o, a.element, of.b, a.d_o_stride_b, of.h, a.d_o_stride_h, a.d_o_stride_n);
   }
-  static HeadRows keys(const Call& a, int64_t b, int64_t hkv) {
-    return rows_of_head(a.k, a.element, b, a.k_stride_b, hkv, a.k_stride_h, a.k_stride_n);
-  }
-  static HeadRows values(const Call& a, int64_t b, int64_t hkv) {
-    return rows_of_head(a.v, a.element, b, a.v_stride_b, hkv, a.v_stride_h, a.v_stride_n);
-  }
-
   // From what the products of rows are counted whose scores are extreme: what the forward pass has counted them from.
   struct Tops {
     float of_rows[Spec::linear ? rows : 0];
@@ -100,7 +89,7 @@ template <class Spec, class KindOfProducts> struct BackwardTile {
   };
 
   static FG_INLINE void begin_rows(const Call& a, const QueryTile& of, Tops& tops, Scratch& t) {
-    const HeadRows q = queries(a, of), d_o = gradients_of_o(a, of);
+    const HeadRows q = queries(a, of.b, of.h), d_o = gradients_of_o(a, of);
     const int padded = of.vectors * W;
     t.q.load(q, of.row0, of.rows, padded, PastEnd::last_row);
     // Lanes past the last row get no gradient, and so contribute none.
@@ -110,8 +99,7 @@ template <class Spec, class KindOfProducts> struct BackwardTile {
       std::fill_n(t.by_row, rows, 0.0f);
     }
     if constexpr (Spec::normalised) {
-      const HeadRows o =
-          rows_of_head(a.o, a.element_of_rows(), of.b, a.rows_of_o.b, of.h, a.rows_of_o.h, a.rows_of_o.n);
+      const HeadRows o = outputs(a, of.b, of.h);
       for (int row = 0; row < padded; ++row) {
         const bool real = row < of.rows;
         const int64_t place = of.first_row + (real ? row : of.rows - 1);
@@ -143,20 +131,14 @@ template <class Spec, class KindOfProducts> struct BackwardTile {
       }
     }
     for (int d = 0; d < DP; ++d) std::fill_n(t.dqt + d * ld, padded, 0.0f);
-    t.gradients.begin_rows();
+    t.gradients.for_each([](auto& sums) { sums.begin_rows(); });
   }
 
   static FG_INLINE void begin_keys(const Call& a, const Launch& u, const QueryTile& of, const HeadRows& k,
                                    const HeadRows& v, KeyRows keys, const Computed& part, Scratch& t) {
-    t.k.load(k, keys);
-    t.v.load(v, keys);
-    for (int j = 0; j < keys.count; ++j) {
-      t.columns[j] = Spec::make_column(a, u, of.x, int(a.kv_start + keys.first) + j);
-      if constexpr (Spec::sqdist) t.columns[j].kk = squared_norm(k, keys.first + j);
-    }
+    lay_out_keys(a, u, of.x, of.i0, of.rows, k, v, keys, part, t);
     if constexpr (Spec::sqdist) std::fill_n(t.by_column, BC * W, 0.0f);
-    t.diagonals.make(a, u, of.x, of.i0, of.rows, part.first, part.last, a.kv_start + keys.first, keys.count);
-    t.gradients.begin_keys();
+    t.gradients.for_each([](auto& sums) { sums.begin_keys(); });
   }
 
   // What is multiplied for one key tile, of the strip that begins with vector `first`, or of none: Sᵀ = K Qᵀ and
@@ -165,91 +147,94 @@ template <class Spec, class KindOfProducts> struct BackwardTile {
     static constexpr int strip = decltype(Scratch::p)::strip;
     Scratch& t;
     Computed part;
-    int columns, padded;
+    int columns, padded = int(round_up(columns, Products::key_multiple));
     fg::Ahead none, next_k, next_v;
 
     Multiplier(const Call&, const QueryTile&, const HeadRows& k, const HeadRows& v, KeyRows next, const Computed& part,
                int columns, Scratch& t)
-        : t(t),
-          part(part),
-          columns(columns),
-          padded(int(round_up(columns, Products::key_multiple))),
-          next_k(rows_ahead(k, next, D)),
-          next_v(rows_ahead(v, next, DV)) {}
-    int keys_of(int first) const { return first < part.last ? padded : 0; }
-    int vectors_of(int first) const { return part.end_of_strip(first, strip) - first; }
-
-    FG_INLINE Later scores(int first) {
-      return {keys_of(first), vectors_of(first),     Products::depth(D),
-              t.k.by_key(),   t.q.by_feature(first), t.p.of(first),
-              t.p.ld,         fg::Begin::zero,       next_k};
+        : t(t), part(part), columns(columns), next_k(rows_ahead(k, next, D)), next_v(rows_ahead(v, next, DV)) {}
+    // Those of keys in `left` and rows in `right`, of the strip that begins with vector `first`, if they are `given`.
+    template <int features, class Left, class Right, class To>
+    FG_INLINE Later scores_of(bool given, int first, Left& left, Right& right, To& to, fg::Begin begin,
+                              fg::Ahead& ahead) {
+      const int keys = given && first < part.last ? padded : 0;
+      return Later(keys, part.end_of_strip(first, strip) - first, Products::depth(features), left.by_key(),
+                   right.by_feature(first), to.of(first), to.ld, begin, ahead);
     }
+    template <class Keys, class Slopes>
+    FG_INLINE Later queries_of(bool given, int first, int end, Keys& k, Slopes& ds, float* dqt) {
+      return Later(given && first < end ? DP : 0, end - first, Products::depth(columns), k.by_feature(),
+                   ds.of_keys(first), dqt + first * W, ld, fg::Begin::accumulate, none);
+    }
+    FG_INLINE Later scores(int first) { return scores_of<D>(true, first, t.k, t.q, t.p, fg::Begin::zero, next_k); }
     FG_INLINE Later d_weights(int first) {
-      return {keys_of(first), vectors_of(first), Products::depth(DV), t.v.by_key(), t.d_o.by_feature(first),
-              t.ds.of(first), t.ds.ld,           fg::Begin::zero,     next_v};
+      return scores_of<DV>(true, first, t.v, t.d_o, t.ds, fg::Begin::zero, next_v);
     }
-    FG_INLINE Later queries(int first, int end) {
-      return {first < end ? DP : 0,
-              end - first,
-              Products::depth(columns),
-              t.k.by_feature(),
-              t.ds.of_keys(first),
-              t.dqt + first * W,
-              ld,
-              fg::Begin::accumulate,
-              none};
-    }
+    FG_INLINE Later queries(int first, int end) { return queries_of(true, first, end, t.k, t.ds, t.dqt); }
     // The first strip alone, and what the last one leaves.
     FG_INLINE void begin(int first) {
       scores(first).finish();
       d_weights(first).finish();
     }
     FG_INLINE void end(int before) { queries(before, part.last).finish(); }
+    // Beside the weights of vectors first … end - 1: dS of the strip before them with K, then S and dP of the next.
+    FG_INLINE InTurn<Later, 3> beside(int before, int first, int end) {
+      return {queries(before, first), scores(end), d_weights(end)};
+    }
+    // Rows past the last key have no weight.
+    FG_INLINE void clear() {
+      t.p.clear(columns, padded);
+      t.ds.clear(columns, padded);
+    }
   };
 
-  // What is multiplied beside the weights of a strip: dS of the one before with K, then S and dP of the next.
-  using Beside = InTurn<Later, 3>;
-
-  // Weighs vectors first … end - 1, while the strip before them is finished and the next one begun.
-  static FG_INLINE void weigh(const Call& a, const Launch& u, const QueryTile& of, Multiplier& multiplier, int before,
-                              int first, int end, Scratch& t, const Task& task) {
-    Beside following{multiplier.queries(before, first), multiplier.scores(end), multiplier.d_weights(end)};
+  // Weighs vectors first … end - 1, beside what else is multiplied. Tile: this, or that of forward mode.
+  template <class Tile>
+  static FG_INLINE void weigh(const Call& a, const Launch& u, const QueryTile& of,
+                              typename Tile::Multiplier& multiplier, int before, int first, int end,
+                              typename Tile::Scratch& t, const Task& task) {
+    auto following = multiplier.beside(before, first, end);
+    using Beside = decltype(following);
     const bool dropped = Spec::dropout && a.dropout_threshold != 0;
-    const auto step = multiplier.part.masked ? (dropped ? pairs<true, Spec::dropout> : pairs<true, false>)
-                                             : (dropped ? pairs<false, Spec::dropout> : pairs<false, false>);
+    const auto step = multiplier.part.masked
+                          ? (dropped ? pairs<Tile, Beside, true, Spec::dropout> : pairs<Tile, Beside, true, false>)
+                          : (dropped ? pairs<Tile, Beside, false, Spec::dropout> : pairs<Tile, Beside, false, false>);
     step(a, u, of.x, of.i0, of.rows, first, end, multiplier.columns, following, t, task);
     following.finish();
-    // Rows past the last key have no weight.
-    t.p.clear(multiplier.columns, multiplier.padded);
-    t.ds.clear(multiplier.columns, multiplier.padded);
+    multiplier.clear();
   }
 
   // ---- Weights, and what reaches scores ----------------------------------------------------------------------------
 
-  template <bool masked, bool dropped>
+  // The weight of a pair, and the gradient of its product.
+  struct Weights {
+    fg::VecF p, ds;
+  };
+
+  template <class Tile, class Beside, bool masked, bool dropped>
   static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0, int rows, int first, int end,
-                    int columns, Beside& following, Scratch& t, const Task& task) {
+                    int columns, Beside& following, typename Tile::Scratch& t, const Task& task) {
     Spread<Beside> beside(following, (end - first) * columns);
     for (int n = first; n < end; ++n) {
       Row r = Spec::make_row(a, u, x, rows_of(i0, n, rows));
-      fg::VecF by_row{}, inverse{}, delta{}, lse{}, lse_rest{};
+      fg::VecF by_row{}, inverse{}, row_delta{}, lse{}, lse_rest{};
+      [[maybe_unused]] fg::VecF t_by_row{}, row_epsilon{}, moved{};
       [[maybe_unused]] fg::VecB one_key{};
       if constexpr (Spec::sqdist) r.qq = fg::load(t.qq + n * W), by_row = fg::load(t.by_row + n * W);
       const float *const s = t.p.of(n), *const dp = t.ds.of(n);
+      if constexpr (Spec::normalised) row_delta = fg::load(t.delta + n * W);
+      if constexpr (Spec::exponential) lse = fg::load(t.lse + n * W), lse_rest = fg::load(t.lse_rest + n * W);
       if constexpr (Spec::divided) {
         const fg::VecF signed_inverse = fg::load(t.inverse + n * W);
-        inverse = fg::abs(signed_inverse), delta = fg::load(t.delta + n * W), one_key = fg::lt(signed_inverse, 0.0f);
-      } else if constexpr (Spec::normalised) {
-        lse = fg::load(t.lse + n * W), delta = fg::load(t.delta + n * W), lse_rest = fg::load(t.lse_rest + n * W);
+        inverse = fg::abs(signed_inverse), one_key = fg::lt(signed_inverse, 0.0f);
       }
+      if constexpr (Spec::tangent && Spec::sqdist) t_by_row = fg::load(t.t_by_row + n * W);
+      if constexpr (Spec::tangent && Spec::normalised)
+        moved = fg::load(t.moved + n * W), row_epsilon = fg::load(t.epsilon + n * W);
       typename AllSums<typename Spec::Gradients, BackwardTile::rows, BC>::OfVector sums;
       const int valid = std::max(0, std::min(W, rows - n * W));
       [[maybe_unused]] fg::VecU survivors{};
-      // The weight of a pair, and the gradient of its product.
-      struct Weights {
-        fg::VecF p, ds;
-      };
-      const auto weighed = [&](int64_t j) -> Weights {
+      const auto weighed = [&](int64_t j) -> typename Tile::Weights {
         const Column& c = t.columns[j];
         const Diagonals d = t.diagonals.of(n, j);
         const fg::VecF dot = fg::load(s + j * t.p.ld), sqdist = squared_distance(r, c, dot);
@@ -258,48 +243,102 @@ template <class Spec, class KindOfProducts> struct BackwardTile {
         fg::VecB kept = fg::broadcast(true);
         if constexpr (!Spec::bounded_scores) kept = fg::ne(e, -INFINITY);
         if (masked) kept = kept && Spec::keep(a, u, x, r, c, d);
-        fg::VecF d_weight = fg::load(dp + j * t.ds.ld), drop = fg::broadcast(1.0f);
+        // In forward mode what arrives at o's tangent reaches P's by V, and P by V's.
+        fg::VecF d_weight = fg::load(dp + j * t.ds.ld), drop = fg::broadcast(1.0f), d_t_weight = d_weight;
+        if constexpr (Spec::tangent) d_weight = fg::load(t.t_p.of(n) + j * t.t_p.ld);
         if constexpr (dropped) {
           if (j == 0 || c.j % fg::dropout_columns == 0)
             survivors = fg::dropout_keeps(a.seed, x.b, x.h, r.i, c.j / fg::dropout_columns, a.dropout_threshold);
           drop = fg::select(fg::ne(survivors & fg::dropout_bit(c.j), 0u), a.dropout_scale, 0.0f);
-          d_weight = d_weight * drop;
+          d_weight = d_weight * drop, d_t_weight = d_t_weight * drop;
         }
-        fg::VecF p, d_score, safe{};
+        fg::VecF p, d_score, safe{}, t_dot{}, t_norms{}, t_e{}, t_p{}, d_t_score{};
+        if constexpr (Spec::tangent) {
+          t_dot = fg::load(t.t_ds.of(n) + j * t.t_ds.ld), t_norms = tangent_of_norms(t, n, j);
+          t_e = fg::select(kept, Spec::score_tangent(a, u, x, r, c, d, dot, sqdist, t_dot, t_norms), 0.0f);
+        }
+        const auto reaches = [&](fg::VecF of_weight, fg::VecF delta) {
+          return fg::select(kept, Spec::backward(p, of_weight, delta, inverse), 0.0f);
+        };
         if constexpr (Spec::exponential) {
           p = fg::select(kept, probability(e, lse, lse_rest), 0.0f);
-          d_score = fg::select(kept, Spec::backward(p, d_weight, delta, inverse), 0.0f);
+          if constexpr (Spec::tangent) {
+            t_p = fg::chained(t_e - moved, p), d_t_score = reaches(d_t_weight, row_delta);
+            const fg::VecF of_weight =
+                Spec::tangent_backward(p, d_weight, row_delta, inverse, moved, row_epsilon, t_p, d_t_score);
+            d_score = fg::select(kept, of_weight + fg::chained(t_e - moved, d_t_score), 0.0f);
+          } else {
+            d_score = reaches(d_weight, row_delta);
+          }
         } else {
           safe = fg::select(kept, e, 0.0f);
           p = Spec::weight(a, u, x, r, c, d, safe);
-          if constexpr (Spec::divided) p = p * inverse, d_weight = fg::select(one_key, 0.0f, d_weight);
+          if constexpr (Spec::divided) p = p * inverse;
           p = fg::select(kept, p, 0.0f);
-          d_weight = fg::select(kept, Spec::backward(p, d_weight, delta, inverse), 0.0f);
-          d_score = fg::select(kept, d_weight * Spec::weight_by_score(a, u, x, r, c, d, safe), 0.0f);
+          const fg::VecF slope = Spec::weight_by_score(a, u, x, r, c, d, safe);
+          if constexpr (Spec::tangent) {
+            fg::VecF delta = row_delta, epsilon = row_epsilon, t_w = through(slope, t_e);
+            if constexpr (Spec::moves_weight) t_w = t_w + Spec::weight_tangent(a, u, x, r, c, d, safe);
+            t_w = fg::select(kept, t_w, 0.0f), t_p = t_w;
+            if constexpr (Spec::divided) {
+              const fg::VecB lone = one_key && fg::ne(p, 0.0f);
+              t_p = fg::select(lone, 0.0f, t_w * inverse - p * moved);
+              epsilon = fg::select(one_key, 0.0f, row_epsilon);
+              delta = fg::select(one_key && !lone, row_delta + row_epsilon, row_delta);
+              d_weight = fg::select(lone, 0.0f, d_weight), d_t_weight = fg::select(lone, 0.0f, d_t_weight);
+            }
+            d_t_weight = reaches(d_t_weight, delta);
+            const fg::VecF of_weight =
+                Spec::tangent_backward(p, d_weight, delta, inverse, moved, epsilon, t_p, d_t_weight);
+            d_weight = fg::select(kept, of_weight, 0.0f), d_t_score = fg::select(kept, d_t_weight * slope, 0.0f);
+            const fg::VecF of_slope = Spec::weight_tangent_by_score(a, u, x, r, c, d, safe, t_e);
+            d_score = fg::select(kept, d_weight * slope + through(d_t_weight, of_slope), 0.0f);
+          } else {
+            if constexpr (Spec::divided) d_weight = fg::select(one_key, 0.0f, d_weight);
+            d_weight = reaches(d_weight, row_delta);
+            d_score = fg::select(kept, d_weight * slope, 0.0f);
+          }
         }
         if constexpr (Spec::sqdist) {
-          const fg::VecF by = through<Spec>(d_score, Spec::score_by_sqdist(a, u, x, r, c, d, dot, sqdist));
+          const fg::VecF of_sqdist = Spec::score_by_sqdist(a, u, x, r, c, d, dot, sqdist);
+          fg::VecF by = through(d_score, of_sqdist);
+          if constexpr (Spec::tangent) {
+            const fg::VecF of_t = Spec::score_tangent_by_sqdist(a, u, x, r, c, d, dot, sqdist, t_dot, t_norms);
+            by = by + through(d_t_score, of_t);
+            const fg::VecF by_norms = fg::select(kept, through(d_t_score, of_sqdist), 0.0f);
+            t_by_row += by_norms;
+            fg::store(t.t_by_column + j * W, fg::load(t.t_by_column + j * W) + by_norms);
+          }
           const fg::VecF by_sqdist = fg::select(kept, by, 0.0f);
           by_row += by_sqdist;
           fg::store(t.by_column + j * W, fg::load(t.by_column + j * W) + by_sqdist);
         }
-        const fg::PairTerms of_pairs{dot, sqdist, d_score, d_weight, safe};
+        const fg::PairTerms of_pairs{dot, sqdist, d_score, d_weight, safe, t_dot, t_norms, t_e, d_t_score, d_t_weight};
         t.gradients.add(sums, task, a, u, x, r, c, d, of_pairs, kept, n, j, valid);
-        const fg::VecF by_dot = through<Spec>(d_score, Spec::score_by_dot(a, u, x, r, c, d, dot, sqdist));
-        return {p * drop, fg::select(kept, by_dot, 0.0f)};
+        const fg::VecF of_dot = Spec::score_by_dot(a, u, x, r, c, d, dot, sqdist);
+        fg::VecF by_dot = through(d_score, of_dot);
+        if constexpr (Spec::tangent) {
+          const fg::VecF of_t_dot = Spec::score_tangent_by_dot(a, u, x, r, c, d, dot, sqdist, t_dot, t_norms);
+          by_dot = fg::select(kept, by_dot + through(d_t_score, of_t_dot), 0.0f);
+          return {p * drop, by_dot, t_p * drop, fg::select(kept, through(d_t_score, of_dot), 0.0f)};
+        } else {
+          return {p * drop, fg::select(kept, by_dot, 0.0f)};
+        }
       };
-      const auto put = [&](int64_t j, const Weights& low, const Weights& high) {
+      const auto put = [&](int64_t j, const auto& low, const auto& high) {
         t.p.put(j, n, low.p, high.p);
         t.ds.put(j, n, low.ds, high.ds);
+        if constexpr (Spec::tangent) t.t_p.put(j, n, low.t_p, high.t_p), t.t_ds.put(j, n, low.t_ds, high.t_ds);
       };
       int64_t j = 0;
       for (; j + 2 <= columns; j += 2) {
         beside.pass(2);
-        const Weights low = weighed(j);
+        const auto low = weighed(j);
         put(j, low, weighed(j + 1));
       }
-      if (j < columns) put(j, weighed(j), Weights{});
+      if (j < columns) put(j, weighed(j), typename Tile::Weights{});
       if constexpr (Spec::sqdist) fg::store(t.by_row + n * W, by_row);
+      if constexpr (Spec::tangent && Spec::sqdist) fg::store(t.t_by_row + n * W, t_by_row);
       t.gradients.end_vector(sums, n, columns - 1);
     }
   }
@@ -333,7 +372,7 @@ template <class Spec, class KindOfProducts> struct BackwardTile {
     const int64_t to = a.rows_of_dq.at(of.b, of.h, of.row0);
     if constexpr (Spec::sqdist) {
       fg::transpose_to(t.dq, DP, t.dqt, ld, DP, of.vectors * W);
-      add_norms_of_rows(t.dq, queries(a, of), of, t.by_row);
+      add_norms_of_rows(t.dq, queries(a, of.b, of.h), of, t.by_row);
       store_rows(a.dq, a.element_of_rows(), to, a.rows_of_dq.n, t.dq, DP, D, of.rows);
     } else {
       store_transposed(a.dq, a.element_of_rows(), to, a.rows_of_dq.n, t.dqt, ld, t.dq, DP, D, of.rows);
@@ -374,7 +413,7 @@ template <class Spec, class KindOfProducts> struct BackwardTile {
   // ∂|k|²/∂k = 2 k, of keys first … last - 1.
   static void add_norms_of_keys(const Call& a, int64_t b, int64_t hkv, int64_t first, int64_t last, const Task& sum,
                                 float* row) {
-    add_norms(keys(a, b, hkv), first, last, sum.sums[OF_DK], sum.sums[OF_COLUMN], row);
+    add_norms(keys_of(a, b, hkv), first, last, sum.sums[OF_DK], sum.sums[OF_COLUMN], row);
   }
   static void add_norms(const HeadRows& k, int64_t first, int64_t last, float* dk, const float* by_column, float* row) {
     for (int64_t j = first; j < last; ++j) {
@@ -393,12 +432,12 @@ template <class Spec, class Tile> struct Backward {
 
   static void tile(const Call& a, const Launch& u, int64_t b, int64_t h, int64_t query_tile, const Lookup& lookup,
                    Scratch& t, const Task& task) {
-    const int64_t hkv = h / (a.heads / a.kv_heads), row0 = query_tile * BR;
+    const int64_t hkv = a.kv_head(h), row0 = query_tile * BR;
     const int rows = int(std::min<int64_t>(BR, a.q_len - row0));
     const int vectors = int(round_up(ceil_div(rows, W), Products::row_vectors));
     const QueryTile of = {make_head(a, u, b, h),        b,    h,      hkv, row0, a.q_start + row0,
                           a.rows_of_lse.at(b, h, row0), rows, vectors};
-    const HeadRows k = Tile::keys(a, b, hkv), v = Tile::values(a, b, hkv);
+    const HeadRows k = keys_of(a, b, hkv), v = values_of(a, b, hkv);
     const Visits visits = visits_of(a, u, of.x, b, h, query_tile, BR, row0, rows, BC, lookup);
     typename Tile::Tops tops;
     Tile::begin_rows(a, of, tops, t);
@@ -418,7 +457,7 @@ template <class Spec, class Tile> struct Backward {
         end = part.end_of_strip(first, multiplier.strip);
         if constexpr (Spec::linear)
           if (tops.any) tops.subtract(t, first, end, keys.count);
-        Tile::weigh(a, u, of, multiplier, before, first, end, t, task);
+        Tile::template weigh<Tile>(a, u, of, multiplier, before, first, end, t, task);
       }
       multiplier.end(before);
       bool& touched = task.touched[visit.tile];
@@ -428,7 +467,7 @@ template <class Spec, class Tile> struct Backward {
       const fg::Begin entered = touched || !is_whole ? fg::Begin::accumulate : fg::Begin::zero;
       Tile::add_keys(a, of, multiplier, keys.first, touched, entered, next_dk, next_dv, t, task);
       touched = true;
-      t.gradients.end_keys(task, a, u, of.x, t, keys.count);
+      t.gradients.for_each([&](auto& sums) { sums.end_keys(task, a, u, of.x, t, keys.count); });
     }
     Tile::store_queries(a, of, t);
     if constexpr (decltype(t.gradients)::close_rows) {
@@ -438,12 +477,12 @@ template <class Spec, class Tile> struct Backward {
         if constexpr (decltype(t.gradients)::of_sink) {
           const fg::VecF weight = Tile::weight_of_sink(Spec::sink_of(a, u, of.x, r), tops, n, t);
           const auto reaching = Tile::of_sink(a, u, of.x, r, weight, n, t);
-          t.gradients.add_sink(a, u, of.x, r, n, valid, reaching.d_sink, reaching.d_t_sink);
+          t.gradients.for_each([&](auto& sums) { sums.add_sink(a, u, of.x, r, n, valid, reaching); });
         }
-        t.gradients.end_rows(task, a, u, of.x, r, n, valid);
+        t.gradients.for_each([&](auto& sums) { sums.end_rows(task, a, u, of.x, r, n, valid); });
       }
     }
-    t.gradients.end_head(task, a, u, of.x);
+    t.gradients.for_each([&](auto& sums) { sums.end_head(task, a, u, of.x); });
   }
 
   // ---- How the work is cut -----------------------------------------------------------------------------------------
@@ -507,14 +546,13 @@ template <class Spec, class Tile> struct Backward {
     l.slot = floats_of_sums(a, l.padded_keys);
     l.chunks = chunks_of(a, l.slot);
     l.tasks = a.batch * a.kv_heads * l.chunks;
-    int64_t at = 0, n = 0;
+    int64_t at = 0, *copies_of = l.copies;
     for (const fg::Captured& each : Spec::captured(a)) {
       const bool apart = each.owned_by_head ? l.chunks == 1 : l.tasks == 1;
       const bool copies = !(each.owned_by_head && apart) && l.tasks * each.elements <= MOST_COPIES;
-      l.copies[n] = each.gradient && copies ? at : -1;
-      if (l.copies[n] >= 0) at += 2 * l.tasks * each.elements;
-      if (each.gradient && !copies && !apart && a.deterministic) l.threads = 1;
-      ++n;
+      *copies_of++ = each.gradient && copies ? at : -1;
+      if (each.gradient && copies) at += 2 * l.tasks * each.elements;
+      else if (each.gradient && !apart && a.deterministic) l.threads = 1;
     }
     // One chunk a head: a thread's slot is free again after each task. Several: they are added up at the end, or in
     // their order as they are done. Then each thread has one, and each of its heads and of the one that is begun the
@@ -543,19 +581,30 @@ template <class Spec, class Tile> struct Backward {
     return t;
   }
 
+  // Says where a task adds captured gradients: to its copy, number `own`, of what has copies_of(n), or to the result.
+  template <class CopiesOf>
+  static void capture(Task& t, const Arguments& a, const CopiesOf& copies_of, int64_t own, bool shared, bool cut) {
+    int n = 0;
+    for (const fg::Captured& each : Spec::captured(a)) {
+      double* const copies = copies_of(n);
+      if (copies) t.captured[n++] = {copies + own * each.elements};
+      else t.captured[n++] = {nullptr, each.gradient, shared && (!each.owned_by_head || cut)};
+    }
+  }
+  // The sum of `count` such copies of element e.
+  static float sum_of_copies(const double* copies, int64_t count, const fg::Captured& each, int64_t e) {
+    double sum = 0.0;
+    for (int64_t n = 0; n < count; ++n) sum += copies[n * each.elements + e];
+    return float(sum);
+  }
+
   static Task make_task(const Arguments& a, const Layout& l, float* workspace, int64_t task, int64_t slot) {
     bool* const touched = reinterpret_cast<bool*>(workspace + l.touched) + slot * l.key_tiles;
     Task t = summing(a, workspace + l.sums + slot * l.slot, touched, l.padded_keys);
-    int n = 0;
-    for (const fg::Captured& each : Spec::captured(a)) {
-      if (l.copies[n] >= 0) {
-        t.captured[n].own = reinterpret_cast<double*>(workspace + l.copies[n]) + task * each.elements;
-      } else {
-        t.captured[n].result = each.gradient;
-        t.captured[n].shared = l.threads > 1 && (!each.owned_by_head || l.chunks > 1);
-      }
-      ++n;
-    }
+    const auto copies = [&](int n) {
+      return l.copies[n] < 0 ? nullptr : reinterpret_cast<double*>(workspace + l.copies[n]);
+    };
+    capture(t, a, copies, task, l.threads > 1, l.chunks > 1);
     return t;
   }
 
@@ -676,11 +725,9 @@ template <class Spec, class Tile> struct Backward {
         const int64_t head = task / l.chunks, chunk = task % l.chunks;
         const Task own = make_task(a, l, workspace, task, slot);
         std::fill_n(own.touched, l.key_tiles, false);
-        int n = 0;
-        for (const fg::Captured& each : Spec::captured(a)) {
-          if (own.captured[n].own) std::fill_n(own.captured[n].own, each.elements, 0.0);
-          ++n;
-        }
+        const fg::Gradient* captured = own.captured;
+        for (const fg::Captured& each : Spec::captured(a))
+          if (double* const copy = captured++->own) std::fill_n(copy, each.elements, 0.0);
         const int64_t b = head / a.kv_heads, first_head = head % a.kv_heads * group;
         for (int64_t h = first_head; h < first_head + group; ++h) {
           const Run run = run_of(a, b, h, tiles, chunk, l.chunks, runs);
@@ -730,17 +777,11 @@ template <class Spec, class Tile> struct Backward {
         }
       }
     });
-    int n = 0;
+    const int64_t* copies = l.copies;
     for (const fg::Captured& each : Spec::captured(a)) {
-      if (l.copies[n] >= 0) {
-        const double* const copies = reinterpret_cast<double*>(workspace + l.copies[n]);
-        for (int64_t e = 0; e < each.elements; ++e) {
-          double sum = 0.0;
-          for (int64_t task = 0; task < l.tasks; ++task) sum += copies[task * each.elements + e];
-          each.gradient[e] = float(sum);
-        }
-      }
-      ++n;
+      const int64_t at = *copies++;
+      const auto* const own = reinterpret_cast<const double*>(workspace + std::max<int64_t>(at, 0));
+      for (int64_t e = 0; at >= 0 && e < each.elements; ++e) each.gradient[e] = sum_of_copies(own, l.tasks, each, e);
     }
   }
 };

@@ -6,29 +6,24 @@
 
 namespace {
 
-// read(rows, ld, ahead) of float32 or bfloat16 where it lies, else of a copy in `scratch`, where nothing is ahead: rows
-// from `next` on, or none.
-template <int width, class Read>
-void with_rows_of(const HeadRows& from, int64_t first, int count, int64_t next, float* scratch, int ld,
-                  const Read& read) {
-  const auto in_place = [&](const auto* at) {
-    read(at + from.offset(first), from.stride, next < 0 ? nullptr : at + from.offset(next));
-  };
-  if (from.element == F32) return in_place(static_cast<const float*>(from.at));
-  if (from.element == BF16) return in_place(static_cast<const fg::bf16*>(from.at));
-  load_rows(scratch, ld, width, from, first, count, count);
-  read(static_cast<const float*>(scratch), int64_t(ld), static_cast<const float*>(nullptr));
-}
-
-// multiply(first, rows, ld, ahead) for the runs of key rows that lie as far apart; `first` is counted from theirs.
+// multiply(first, rows, ld, ahead) for the runs of key rows that lie as far apart, float32 or bfloat16 where it lies,
+// else a copy in `scratch`, where nothing is ahead; `first` is counted from theirs.
 template <int width, class Multiply>
 void for_each_run(const HeadRows& from, KeyRows rows, KeyRows next, float* scratch, int ld, const Multiply& multiply) {
-  for (int done = 0, count; done < rows.count; done += count) {
-    const int first = done;
+  for (int first = 0, count; first < rows.count; first += count) {
     count = from.run_of(rows.first + first, rows.count - first);
-    with_rows_of<width>(
-        from, rows.first + first, count, first < next.count ? next.first + first : -1, scratch, ld,
-        [&](const auto* at, int64_t stride, const auto* ahead) { multiply(first, count, at, stride, ahead); });
+    const auto in_place = [&](const auto* at) {
+      const auto* const ahead = first < next.count ? at + from.offset(next.first + first) : nullptr;
+      multiply(first, count, at + from.offset(rows.first + first), from.stride, ahead);
+    };
+    if (from.element == F32) {
+      in_place(static_cast<const float*>(from.at));
+    } else if (from.element == BF16) {
+      in_place(static_cast<const fg::bf16*>(from.at));
+    } else {
+      load_rows(scratch, ld, width, from, rows.first + first, count, count);
+      multiply(first, count, static_cast<const float*>(scratch), int64_t(ld), static_cast<const float*>(nullptr));
+    }
   }
 }
 

@@ -13,7 +13,7 @@
 // lanes. It is computed a `strip` of vectors of rows at a time.
 #pragma once
 #include <type_traits>
-#include "flashgen/cpu/rows.h"
+#include "flashgen/cpu/visits.h"
 
 namespace {
 
@@ -72,11 +72,10 @@ template <class Terms> struct ProductsOfVectors {
   struct Thread {};  // what a thread holds while it multiplies
   // Of the plan's sizes, which are for numbers, pairs, bfloat16 and parts, the one that it works in.
   static constexpr int tile(const int (&sizes)[4]) { return sizes[Terms::terms > 1 ? 1 : 0]; }
-  static constexpr int key_multiple = MR;  // keys of a tile are padded to
-  static constexpr int trimmed_strip =
-      W >= 16 ? 1 : 2;                   // vectors of rows on the border of a mask, which meet some of a tile's keys
-  static constexpr int row_vectors = 1;  // query rows are computed in groups of this many vectors
-  static constexpr int fewest_rows = W;  // of a query tile that is cut for threads to share
+  static constexpr int key_multiple = MR;                // keys of a tile are padded to
+  static constexpr int trimmed_strip = W >= 16 ? 1 : 2;  // vectors of rows on the border of a mask, at once
+  static constexpr int row_vectors = 1;                  // query rows are computed in groups of this many vectors
+  static constexpr int fewest_rows = W;                  // of a query tile that is cut for threads to share
   static constexpr int depth(int n) { return int(round_up(n, Terms::terms)); }  // how many terms a sum of n takes
 
   // Strides are of 32 bits.
@@ -94,49 +93,43 @@ template <class Terms> struct ProductsOfVectors {
   }
   static int key_rows(int count) { return int(round_up(count, key_multiple)); }
   // The units that multiply are those that do the other work: nothing is gained by steps.
-  struct Later {
+  class Later {
+   public:
+    FG_INLINE Later(int M, int vectors, int K, Left a, Right b, float* c, int64_t ldc, fg::Begin begin,
+                    fg::Ahead& ahead)
+        : M_(M), vectors_(vectors), K_(K), a_(a), b_(b), c_(c), ldc_(ldc), begin_(begin), ahead_(ahead) {}
     int steps() const { return 0; }
     bool is_done() const { return true; }
     void step() {}
-    void finish() { product(M, vectors, K, a, b, c, ldc, begin, ahead); }
+    void finish() { product(M_, vectors_, K_, a_, b_, c_, ldc_, begin_, ahead_); }
 
-    int M, vectors, K;
-    Left a;
-    Right b;
-    float* c;
-    int64_t ldc;
-    fg::Begin begin;
-    fg::Ahead& ahead;
+   private:
+    int M_, vectors_, K_;
+    Left a_;
+    Right b_;
+    float* c_;
+    int64_t ldc_;
+    fg::Begin begin_;
+    fg::Ahead& ahead_;
   };
 
   template <int rows, int width> using Sums =
       std::conditional_t<W >= 16, SumsInRows<rows, width>, TransposedSums<rows, width>>;
-  // O += P V, of vectors of rows first … first + vectors - 1, and `count` keys from `key` on.
-  template <class Values, class Weights, class O>
-  static Later values(int first, int vectors, int key, int count, const Values& v, const Weights& p, O& o,
-                      fg::Ahead& ahead) {
-    if constexpr (O::in_rows)
-      return {count > 0 ? vectors * W : 0,
-              O::ld / W,
-              depth(count),
-              p.by_row(first, key),
-              v.of_features(key),
-              o.of(first),
-              O::ld,
-              fg::Begin::accumulate,
-              ahead};
-    else
-      return {count > 0 && vectors > 0 ? DVP : 0,
-              vectors,
-              depth(count),
-              v.by_feature(key),
-              p.of_keys(first, key),
-              o.of(first),
-              O::ld,
-              fg::Begin::accumulate,
-              ahead};
-  }
 };
+
+// O += P V of a strip, later.
+template <class Products, class Values, class Weights, class O>
+FG_INLINE typename Products::Later values_of_strip(const Strip& of, Values& v, Weights& p, O& o, fg::Ahead& ahead) {
+  using Later = typename Products::Later;
+  const int vectors = of.end - of.first, key = of.kept.first, count = of.kept.end - key;
+  const int depth = Products::depth(count);
+  if constexpr (O::in_rows)
+    return Later(count > 0 ? vectors * W : 0, O::ld / W, depth, p.by_row(of.first, key), v.of_features(key),
+                 o.of(of.first), O::ld, fg::Begin::accumulate, ahead);
+  else
+    return Later(count > 0 && vectors > 0 ? DVP : 0, vectors, depth, v.by_feature(key), p.of_keys(of.first, key),
+                 o.of(of.first), O::ld, fg::Begin::accumulate, ahead);
+}
 
 struct VectorProducts : ProductsOfVectors<fg::Numbers> {
   static constexpr bool have_few_rows = true;  // there is another way for these
@@ -218,6 +211,11 @@ FG_INLINE bool put_rows(const fg::NewImages& to, const HeadRows& from, int64_t f
   }
   return !fg::any(fg::eq(largest, fg::infinity));
 }
+// bfloat16 rows from `first` on, where they lie.
+inline fg::Images images_in_place(const HeadRows& from, int64_t first) {
+  const auto* const at = static_cast<const fg::bf16*>(from.at) + from.offset(first);
+  return {at, W * from.stride, fg::matrix_depth, 0, from.stride, true};
+}
 #endif
 
 #if FLASHGEN_PAIR_PRODUCTS
@@ -240,11 +238,11 @@ struct PairProducts : ProductsOfVectors<fg::Pairs> {
 
     void load(const HeadRows& from, KeyRows keys) {
       const int count = key_rows(keys.count);
-      const fg::bf16* const at = static_cast<const fg::bf16*>(from.at) + from.offset(keys.first);
+      const fg::Images own = images_in_place(from, keys.first);
       const bool is_whole =
           width % (features_first ? W : 2) == 0 && keys.count == count && from.is_run(keys.first, count);
-      if (from.element == BF16 && is_whole && reinterpret_cast<uintptr_t>(at) % 4 == 0 && from.stride % 2 == 0) {
-        rows = {at, W * from.stride, fg::matrix_depth, 0, from.stride, true};
+      if (from.element == BF16 && is_whole && reinterpret_cast<uintptr_t>(own.at) % 4 == 0 && from.stride % 2 == 0) {
+        rows = own;
       } else {
         rows = rows_at(copy, copy_ld);
         put_rows<1, width>(rows_at(copy, copy_ld), from, keys.first, keys.count, count, PastEnd::zeros);
@@ -280,8 +278,7 @@ struct PairProducts : ProductsOfVectors<fg::Pairs> {
     alignas(64) float rows[rows_first ? most / 2 * ld : 1];
   };
 
-  // Scores of up to `keys` by `rows`; then what they weigh: as right operand pairs in place of a score each, as left
-  // one rows of their own.
+  // Scores of up to `keys` by `rows`; then weights: as right operand pairs in place of scores, as left one rows.
   template <int keys, int rows, bool left, bool right> struct alignas(64) Scores {
     static constexpr int strip = rows / W;
     static constexpr int ld = rows + W, weights_ld = rows + 2 * W;
@@ -348,18 +345,6 @@ template <int parts> struct MatrixProducts {
   };
 
   template <int rows, int width> using Sums = TransposedSums<rows, width>;
-  template <class Values, class Weights, class O>
-  static Later values(int first, int vectors, int key, int count, Values& v, Weights& p, O& o, fg::Ahead& ahead) {
-    return {count > 0 && vectors > 0 ? DVP : 0,
-            vectors,
-            depth(count),
-            v.by_feature(key),
-            p.of_keys(first, key),
-            o.of(first),
-            O::ld,
-            fg::Begin::accumulate,
-            ahead};
-  }
 
   // Images in the order that products read them: of a block those of `terms`, of these the parts.
   static fg::NewImages in_order(fg::bf16* at, int terms, bool finite = true) {
@@ -374,12 +359,7 @@ template <int parts> struct MatrixProducts {
       const int padded = depth(rows.count);
       if (parts == 1 && from.element == BF16 && width == depth(width) && rows.count == padded &&
           from.is_run(rows.first, rows.count)) {
-        keys = {static_cast<const fg::bf16*>(from.at) + from.offset(rows.first),
-                W * from.stride,
-                fg::matrix_depth,
-                0,
-                from.stride,
-                true};
+        keys = images_in_place(from, rows.first);
       } else {
         fg::NewImages own = in_order(copy, width);
         own.finite = put_rows<parts, width>(own, from, rows.first, rows.count, padded, PastEnd::zeros);
@@ -414,8 +394,7 @@ template <int parts> struct MatrixProducts {
     bool finite;
   };
 
-  // Scores of two strips: one is multiplied while the other is weighed. So for weights as right operand; as left one
-  // there are all.
+  // Scores of two strips: one is multiplied while the other is weighed. As left operand there are all weights.
   template <int keys, int rows, bool left, bool right> struct alignas(64) Scores {
     static constexpr int strip = row_vectors, ld = strip * W, size = depth(keys) * depth(rows),
                          strip_size = depth(keys) * ld;

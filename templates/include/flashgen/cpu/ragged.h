@@ -171,6 +171,12 @@ inline int64_t work_of(const Call& a, const Launch& u, int64_t query_tile, int t
   return a.kv_len == 0 ? 1 : ::work_of(a, u, 0, query_tile, tile_rows, tile_columns, lookup.trees, lookup.own);
 }
 
+// The part, of those in their order, that a piece is of.
+template <class Part> const Part* part_of(const std::vector<Part>& parts, int64_t piece) {
+  const auto is_before = [](int64_t n, const Part& each) { return n < each.first; };
+  return &*(std::upper_bound(parts.begin(), parts.end(), piece, is_before) - 1);
+}
+
 // Lists of visits repay themselves for sequences of many query tiles, of which a batch has few.
 constexpr int64_t TILES_WITH_LISTS = 8;
 constexpr size_t MOST_LISTS = 16;
@@ -300,12 +306,8 @@ template <class Spec, class Pass> struct RaggedForward {
       Call a;
       Launch u;
       divide_tasks(threads, pieces, [&](int64_t piece) {
-        const auto after = std::upper_bound(parts.begin(), parts.end(), piece,
-                                            [](int64_t n, const Part& each) { return n < each.first; });
-        if (part != &*(after - 1)) {
-          part = &*(after - 1);
-          a = call_of(part->entry), u = make_launch(a);
-        }
+        if (const Part* const now = ragged::part_of(parts, piece); part != now)
+          part = now, a = call_of(part->entry), u = make_launch(a);
         // Head by head, the last query tiles first: under a causal mask they are the longest.
         const int64_t n = (piece - part->first) % part->splits, local = (piece - part->first) / part->splits;
         const int64_t first_head = local / part->tiles * part->heads,
@@ -334,8 +336,7 @@ template <class Spec, class Pass> struct RaggedForward {
 template <class Spec, class Pass> struct RaggedBackward {
   using Products = typename Pass::Products;
 
-  // Of a batch, one sequence; a piece is one of `chunks` runs of the query tiles of the heads that share a key/value
-  // head.
+  // Of a batch, one sequence; a piece is one of `chunks` runs of the query tiles of heads that share keys.
   struct Part {
     size_t entry;
     int64_t tiles, chunks;
@@ -346,8 +347,7 @@ template <class Spec, class Pass> struct RaggedBackward {
     std::vector<int32_t> runs;  // for each mask where the chunks' query tiles begin
   };
 
-  // Gradients of captured values are the same bit by bit on any number of threads where they are summed in so many
-  // parts.
+  // Captured gradients are the same bit by bit on any number of threads where they are summed in so many parts.
   static constexpr int REPEATABLE_PARTS = 16;
 
   struct Layout {
@@ -393,14 +393,16 @@ template <class Spec, class Pass> struct RaggedBackward {
       parts[entry].entry = entry, parts[entry].tiles = ceil_div(ragged::q_len(all, r, numbers[entry]), Pass::BR);
       parts[entry].chunks = 1, parts[entry].work = 1;
     }
-    // Whether an order that others share has to be kept, and whether any gradient goes to the result as it is, head by
-    // head.
+    // Whether an order that others share has to be kept, and whether any gradient goes to the result head by head.
     bool in_parts = false, direct = false;
     const auto captured = Spec::captured(all);
     for (size_t n = 0; n < captured.size(); ++n) {
       direct = direct || (captured[n].owned_by_head && captured[n].gradient);
       in_parts = in_parts || (all.deterministic && l.copies_of[n] >= 0);
     }
+    const auto copies_of = [&](size_t n) {
+      return l.copies_of[n] < 0 ? nullptr : reinterpret_cast<double*>(workspace + l.copies_of[n]);
+    };
     int64_t pieces = 0, floats = 0, flags = 0;
     std::unique_ptr<Memory> sums, touched;
     const ragged::Trees trees(all, r, numbers, Pass::BC);
@@ -435,10 +437,8 @@ template <class Spec, class Pass> struct RaggedBackward {
         for (Part& part : parts) {
           const int64_t keys = ragged::kv_len(r, numbers[part.entry]),
                         slot = Pass::floats_of_sums(all, Pass::padded_keys_of(keys));
-          int64_t most = part.tiles;
-          if (all.deterministic)
-            most = std::min(most,
-                            std::max<int64_t>(2, ragged::q_len(all, r, numbers[part.entry]) / Pass::REPEATABLE_ROWS));
+          int64_t most = part.tiles, queries = ragged::q_len(all, r, numbers[part.entry]);
+          if (all.deterministic) most = std::min(most, std::max<int64_t>(2, queries / Pass::REPEATABLE_ROWS));
           if (all.deterministic && direct) most = 1;
           if (!even && keys > 0)
             part.chunks = std::max<int64_t>(1, std::min(most, ceil_div(2 * parts_of_sums * part.work, work)));
@@ -452,8 +452,7 @@ template <class Spec, class Pass> struct RaggedBackward {
         sums = std::make_unique<Memory>(floats * int64_t(sizeof(float)));
         touched = std::make_unique<Memory>(flags);
         for (size_t n = 0; n < captured.size(); ++n)
-          if (l.copies_of[n] >= 0)
-            std::fill_n(reinterpret_cast<double*>(workspace + l.copies_of[n]), l.copies * captured[n].elements, 0.0);
+          if (copies_of(n)) std::fill_n(copies_of(n), l.copies * captured[n].elements, 0.0);
       }
       if constexpr (!Spec::keep_everything) {
 #pragma omp for schedule(dynamic)
@@ -472,37 +471,22 @@ template <class Spec, class Pass> struct RaggedBackward {
         }
       }
       const auto task_of = [&](const Part& part, int64_t keys, int64_t number) {
-        const int64_t padded = Pass::padded_keys_of(keys);
-        if (part.chunks == 1)
-          return Pass::summing(all, reinterpret_cast<float*>(mine + l.slot), reinterpret_cast<bool*>(mine + l.touched),
-                               padded);
-        return Pass::summing(
-            all, reinterpret_cast<float*>(sums->at(0)) + part.slot + number * Pass::floats_of_sums(all, padded),
-            reinterpret_cast<bool*>(touched->at(0)) + part.key_tiles + number * ceil_div(keys, Pass::BC), padded);
+        const int64_t padded = Pass::padded_keys_of(keys), floats = Pass::floats_of_sums(all, padded);
+        const bool whole = part.chunks == 1;  // a thread's own
+        char* const slot = whole ? mine + l.slot : sums->at(int64_t(sizeof(float)) * (part.slot + number * floats));
+        char* const flags = whole ? mine + l.touched : touched->at(part.key_tiles + number * ceil_div(keys, Pass::BC));
+        return Pass::summing(all, reinterpret_cast<float*>(slot), reinterpret_cast<bool*>(flags), padded);
       };
       const Part* part = nullptr;
       Call a;
       Launch u;
       const auto perform = [&](int64_t piece, [[maybe_unused]] int64_t copy) {
-        const auto after = std::upper_bound(parts.begin(), parts.end(), piece,
-                                            [](int64_t n, const Part& each) { return n < each.first; });
-        if (part != &*(after - 1)) {
-          part = &*(after - 1);
-          a = call_of(part->entry), u = make_launch(a);
-        }
+        if (const Part* const now = ragged::part_of(parts, piece); part != now)
+          part = now, a = call_of(part->entry), u = make_launch(a);
         const int64_t local = piece - part->first, hkv = local / part->chunks, chunk = local % part->chunks;
         Task own = task_of(*part, a.kv_len, local);
         std::fill_n(own.touched, ceil_div(a.kv_len, Pass::BC), false);
-        const auto own_captured = Spec::captured(a);
-        for (size_t n = 0; n < own_captured.size(); ++n) {
-          const fg::Captured& each = own_captured[n];
-          if (l.copies_of[n] >= 0) {
-            own.captured[n].own = reinterpret_cast<double*>(workspace + l.copies_of[n]) + copy * each.elements;
-          } else {
-            own.captured[n].result = each.gradient;
-            own.captured[n].shared = threads > 1 && (!each.owned_by_head || part->chunks > 1);
-          }
-        }
+        Pass::capture(own, a, copies_of, copy, threads > 1, part->chunks > 1);
         for (int64_t h = hkv * group; h < (hkv + 1) * group; ++h) {
           const auto run = Pass::run_of(a, 0, h, part->tiles, chunk, part->chunks, part->runs.data());
           for (int64_t query_tile = run.first; query_tile < run.end; ++query_tile)
@@ -524,20 +508,17 @@ template <class Spec, class Pass> struct RaggedBackward {
         const Call cut = call_of(each.entry);
         const int64_t tiles = ceil_div(cut.kv_len, Pass::BC);
 #pragma omp for schedule(static)
-        for (int64_t n = 0; n < cut.kv_heads * tiles; ++n)
-          Pass::finish(
-              cut, n / tiles, [&](int64_t chunk) { return task_of(each, cut.kv_len, n / tiles * each.chunks + chunk); },
-              each.chunks, n % tiles, row);
+        for (int64_t n = 0; n < cut.kv_heads * tiles; ++n) {
+          const int64_t first = n / tiles * each.chunks;
+          const auto chunk_of = [&](int64_t chunk) { return task_of(each, cut.kv_len, first + chunk); };
+          Pass::finish(cut, n / tiles, chunk_of, each.chunks, n % tiles, row);
+        }
       }
     });
     for (size_t n = 0; n < captured.size(); ++n) {
-      if (l.copies_of[n] < 0) continue;
-      const double* const copies = reinterpret_cast<double*>(workspace + l.copies_of[n]);
-      for (int64_t e = 0; e < captured[n].elements; ++e) {
-        double sum = 0.0;
-        for (int copy = 0; copy < l.copies; ++copy) sum += copies[copy * captured[n].elements + e];
-        captured[n].gradient[e] += float(sum);  // kinds of products add up
-      }
+      const double* const copies = copies_of(n);
+      for (int64_t e = 0; copies && e < captured[n].elements; ++e)
+        captured[n].gradient[e] += Pass::sum_of_copies(copies, l.copies, captured[n], e);  // kinds of products add up
     }
   }
 };

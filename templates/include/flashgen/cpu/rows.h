@@ -30,6 +30,21 @@ inline HeadRows rows_of_head(const void* base, int element, int64_t b, int64_t s
   return {static_cast<const char*>(base) + offset, stride_n, element, pages, scale};
 }
 
+inline HeadRows queries(const Call& a, int64_t b, int64_t h) {
+  return rows_of_head(a.q, a.element, b, a.q_stride_b, h, a.q_stride_h, a.q_stride_n);
+}
+inline HeadRows outputs(const Call& a, int64_t b, int64_t h) {
+  return rows_of_head(a.o, a.element_of_rows(), b, a.rows_of_o.b, h, a.rows_of_o.h, a.rows_of_o.n);
+}
+inline HeadRows keys_of(const Call& a, int64_t b, int64_t hkv) {
+  const float scale = a.k_scales ? a.k_scales[hkv] : 1.0f;
+  return rows_of_head(a.k, a.key_element, b, a.k_stride_b, hkv, a.k_stride_h, a.k_stride_n, a.k_pages, scale);
+}
+inline HeadRows values_of(const Call& a, int64_t b, int64_t hkv) {
+  const float scale = a.v_scales ? a.v_scales[hkv] : 1.0f;
+  return rows_of_head(a.v, a.key_element, b, a.v_stride_b, hkv, a.v_stride_h, a.v_stride_n, a.v_pages, scale);
+}
+
 // Copies rows first … first + count to float32, `ld` apart. Columns up to `ld` and rows up to `padded` are filled:
 // columns with zeros, rows with copies of the last one, so that no lane computes on junk.
 inline void load_rows(float* to, int ld, int width, const HeadRows& from, int64_t first, int count, int padded) {
@@ -117,6 +132,11 @@ template <class Row, class Column>
 FG_INLINE fg::VecF squared_distance([[maybe_unused]] const Row& r, [[maybe_unused]] const Column& c, fg::VecF dot) {
   if constexpr (Spec::sqdist) return fg::max(r.qq + c.kk - 2.0f * dot, 0.0f);
   else return fg::VecF{};
+}
+
+// What arrives at a score from one of its derivatives: nothing where that is 0, even of what is no number.
+FG_INLINE fg::VecF through(fg::VecF arriving, fg::VecF derivative) {
+  return Spec::chains ? fg::chained(arriving, derivative) : arriving * derivative;
 }
 
 inline float squared_norm(const HeadRows& from, int64_t row) {

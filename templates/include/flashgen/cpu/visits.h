@@ -72,8 +72,7 @@ inline KeyRows key_rows(const Arguments& a, const Visit& visit, int tile_columns
 }
 
 // What the mask reads of keys, over every power-of-two run of key tiles: node n covers the tiles of nodes 2n and 2n +
-// 1, and the leaves are single tiles. There is one tree for each batch entry, or head; O(Nk) to build, two nodes a
-// tile.
+// 1, and leaves are single tiles. There is one tree for each batch entry, or head; O(Nk) to build.
 inline int64_t leaves_of_tree(int64_t tiles) {
   int64_t leaves = 1;
   while (leaves < tiles) leaves *= 2;
@@ -230,8 +229,20 @@ template <class Products> inline Computed computed(const Visit& visit) {
   return {first, last, visit.masked || first < visit.first || last > visit.last};
 }
 
-// The keys of a visit that some neighbouring vectors of rows meet, and whether the mask has a say in any of these
-// pairs.
+// Lays out the keys of a visit, and what the spec computes of them, for `rows` rows from i0 on.
+template <class Tile>
+FG_INLINE void lay_out_keys(const Call& a, const Launch& u, const Head& x, int64_t i0, int rows, const HeadRows& k,
+                            const HeadRows& v, KeyRows keys, const Computed& part, Tile& t) {
+  t.k.load(k, keys);
+  t.v.load(v, keys);
+  for (int j = 0; j < keys.count; ++j) {
+    t.columns[j] = Spec::make_column(a, u, x, int(a.kv_start + keys.first) + j);
+    if constexpr (Spec::sqdist) t.columns[j].kk = squared_norm(k, keys.first + j);
+  }
+  t.diagonals.make(a, u, x, i0, rows, part.first, part.last, a.kv_start + keys.first, keys.count);
+}
+
+// The keys of a visit that some neighbouring vectors of rows meet, and whether the mask has a say there.
 struct KeptKeys {
   int first, end;
   bool masked;

@@ -45,6 +45,7 @@ struct Call : Arguments {
   const float *k_scales, *v_scales;  // of a cache of 8 bits, [kv_heads]; null: 1
   int64_t queries;  // rows of one head: q_len, unless heads that share a key/value head follow one another as rows
 
+  int64_t kv_head(int64_t h) const { return h / (heads / kv_heads); }
   int64_t head_of(int64_t h, int64_t row) const { return h * (q_len / queries) + row / queries; }
   int64_t query_of(int64_t row) const { return row % queries; }
   int64_t at(const RowStrides& rows, int64_t b, int64_t h, int64_t row) const {

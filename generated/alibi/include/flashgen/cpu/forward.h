@@ -12,7 +12,7 @@ namespace {
 struct Place {
   Head x;
   int64_t b, h, query_tile, row0, place0, i0;
-  int rows, places, vectors;
+  int rows = 0, places = 0, vectors = 0;
 };
 
 // Some of the key tiles: from `first` on, before `end`.
@@ -74,20 +74,8 @@ template <class Spec, class KindOfProducts> struct ForwardTile {
 
   // ---- Before the first key tile, and before each ------------------------------------------------------------------
 
-  static HeadRows queries(const Call& a, const Place& place) {
-    return rows_of_head(a.q, a.element, place.b, a.q_stride_b, place.h, a.q_stride_h, a.q_stride_n);
-  }
-  static HeadRows keys(const Call& a, int64_t b, int64_t hkv) {
-    const float scale = a.k_scales ? a.k_scales[hkv] : 1.0f;
-    return rows_of_head(a.k, a.key_element, b, a.k_stride_b, hkv, a.k_stride_h, a.k_stride_n, a.k_pages, scale);
-  }
-  static HeadRows values(const Call& a, int64_t b, int64_t hkv) {
-    const float scale = a.v_scales ? a.v_scales[hkv] : 1.0f;
-    return rows_of_head(a.v, a.key_element, b, a.v_stride_b, hkv, a.v_stride_h, a.v_stride_n, a.v_pages, scale);
-  }
-
   static FG_INLINE void begin_rows(const Call& a, const Place& place, Scratch& t) {
-    const HeadRows q = queries(a, place);
+    const HeadRows q = queries(a, place.b, place.h);
     t.q.load(q, place.row0, place.rows, place.vectors * W, PastEnd::last_row);
     if constexpr (Spec::sqdist) squared_norms(t.qq, q, place.row0, place.rows, place.vectors * W);
     clear_rows(t.o, place.vectors);
@@ -99,13 +87,7 @@ template <class Spec, class KindOfProducts> struct ForwardTile {
 
   static FG_INLINE void begin_keys(const Call& a, const Launch& u, const Place& place, const HeadRows& k,
                                    const HeadRows& v, KeyRows keys, const Computed& part, Scratch& t) {
-    t.k.load(k, keys);
-    t.v.load(v, keys);
-    for (int j = 0; j < keys.count; ++j) {
-      t.columns[j] = Spec::make_column(a, u, place.x, int(a.kv_start + keys.first) + j);
-      if constexpr (Spec::sqdist) t.columns[j].kk = squared_norm(k, keys.first + j);
-    }
-    t.diagonals.make(a, u, place.x, place.i0, place.places, part.first, part.last, a.kv_start + keys.first, keys.count);
+    lay_out_keys(a, u, place.x, place.i0, place.places, k, v, keys, part, t);
   }
 
   // What is multiplied for one key tile, of vectors first … end - 1, or of none, and some keys: Sᵀ = K Qᵀ, O += P V.
@@ -115,39 +97,41 @@ template <class Spec, class KindOfProducts> struct ForwardTile {
 
     Multiplier(const Call&, const Place&, KeyRows /*next*/, Scratch& t, fg::Ahead& next_k, fg::Ahead& next_v)
         : t(t), next_k(next_k), next_v(next_v) {}
-    FG_INLINE Later scores(const Strip& of) {
-      return {Products::key_rows(of.kept.end - of.kept.first),
-              of.end - of.first,
-              Products::depth(D),
-              t.k.by_key(of.kept.first),
-              t.q.by_feature(of.first),
-              t.s.of(of.first, of.kept.first),
-              t.s.ld,
-              fg::Begin::zero,
-              next_k};
+    // Of these K and Q, if they are `given`.
+    template <class Keys, class Queries, class To>
+    static FG_INLINE Later scores_of(bool given, const Strip& of, Keys& k, Queries& q, To& to, fg::Begin begin,
+                                     fg::Ahead& ahead) {
+      const int keys = given ? Products::key_rows(of.kept.end - of.kept.first) : 0;
+      return Later(keys, of.end - of.first, Products::depth(D), k.by_key(of.kept.first), q.by_feature(of.first),
+                   to.of(of.first, of.kept.first), to.ld, begin, ahead);
     }
-    FG_INLINE Later weighted(const Strip& of) {
-      return Products::values(of.first, of.end - of.first, of.kept.first, of.kept.end - of.kept.first, t.v, t.s, t.o,
-                              next_v);
-    }
+    FG_INLINE Later scores(const Strip& of) { return scores_of(true, of, t.k, t.q, t.s, fg::Begin::zero, next_k); }
+    FG_INLINE Later weighted(const Strip& of) { return values_of_strip<Products>(of, t.v, t.s, t.o, next_v); }
     // Of a strip alone.
     FG_INLINE void score(const Strip& strip) { scores(strip).finish(); }
     FG_INLINE void add_values(const Strip& strip) { weighted(strip).finish(); }
+    // Beside the weights of `strip`: those of the one before it with V, then the scores of the next.
+    FG_INLINE InTurn<Later, 2> beside(const Strip& before, const Strip& /*strip*/, const Strip& next) {
+      return {weighted(before), scores(next)};
+    }
+    // Keys behind the last have no weight.
+    FG_INLINE void clear(int columns) { t.s.clear(columns, Products::depth(columns)); }
   };
 
-  // What is multiplied beside the weights of a strip: those of the one before with V, then the scores of the next.
-  using Beside = InTurn<Later, 2>;
-
-  // Weighs a strip, while the one before it meets V and the next one is scored.
-  static FG_INLINE void weigh(const Call& a, const Launch& u, const Place& place, Multiplier& multiplier,
-                              const Strip& before, const Strip& strip, const Strip& next, int columns, Scratch& t) {
-    Beside following{multiplier.weighted(before), multiplier.scores(next)};
+  // Weighs a strip, while the one before it meets V and the next one is scored. Tile: this, or that of forward mode.
+  template <class Tile>
+  static FG_INLINE void weigh(const Call& a, const Launch& u, const Place& place, typename Tile::Multiplier& multiplier,
+                              const Strip& before, const Strip& strip, const Strip& next, int columns,
+                              typename Tile::Scratch& t) {
+    auto following = multiplier.beside(before, strip, next);
+    using Beside = decltype(following);
     const bool dropped = Spec::dropout && a.dropout_threshold != 0;
-    const auto step = strip.kept.masked ? (dropped ? pairs<true, Spec::dropout> : pairs<true, false>)
-                                        : (dropped ? pairs<false, Spec::dropout> : pairs<false, false>);
+    const auto step = strip.kept.masked
+                          ? (dropped ? pairs<Tile, Beside, true, Spec::dropout> : pairs<Tile, Beside, true, false>)
+                          : (dropped ? pairs<Tile, Beside, false, Spec::dropout> : pairs<Tile, Beside, false, false>);
     step(a, u, place.x, place.i0, place.places, strip.first, strip.end, strip.kept, following, t);
     following.finish();
-    t.s.clear(columns, Products::depth(columns));
+    multiplier.clear(columns);
   }
 
   // ---- Weights -----------------------------------------------------------------------------------------------------
@@ -159,43 +143,11 @@ template <class Spec, class KindOfProducts> struct ForwardTile {
     return Spec::score(a, u, x, r, c, t.diagonals.of(n, j), dot, squared_distance(r, c, dot));
   }
 
-  // Raises the maxima of the rows of vector n by what `scored` gives for each key, and returns what exponents are less.
-  // Where a maximum is replaced, what `shrink_sums` knows and O shrink.
-  template <class Beside, class Scored, class Shrink>
-  static FG_INLINE fg::VecF raise_maxima(KeptKeys keys, int n, Spread<Beside>& beside, const Scored& scored,
-                                         const Shrink& shrink_sums, Scratch& t) {
-    const fg::VecF old_max = fg::load(t.row_max + n * W);
-    fg::VecF row_max = old_max;
-    // Maxima of four in a tree: one after another, each would wait for the last. NaN is passed over and shows in the
-    // sum.
-    int64_t key = keys.first;  // of 64 bits: addresses then move on, instead of being formed anew for every key
-    for (; key + 4 <= keys.end; key += 4) {
-      const fg::VecF low = fg::running_max(scored(key), scored(key + 1));
-      row_max = fg::running_max(row_max, fg::running_max(low, fg::running_max(scored(key + 2), scored(key + 3))));
-      if (Spec::slow_scores) beside.pass(4);
-    }
-    for (; key < keys.end; ++key) row_max = fg::running_max(row_max, scored(key));
-    const fg::VecB grown = fg::gt(row_max, old_max + Spec::MOST_GROWTH);
-    row_max = fg::select(grown, row_max, old_max);
-    const fg::VecF offset = offset_of<Spec>(row_max);
-    if (fg::any(is_far<Spec>(row_max))) {
-      constexpr int ld = decltype(t.s)::ld;
-      count_from_maxima<Spec>(t.s.of(n) + int64_t(keys.first) * ld, ld, keys.end - keys.first, row_max);
-    }
-    if (fg::any(grown)) {
-      const fg::VecF shrink = fg::select(grown, fg::exp2_bounded((old_max - row_max) * Spec::SCORE_FACTOR), 1.0f);
-      shrink_sums(shrink);
-      multiply_rows(t.o, n, shrink);
-      fg::store(t.row_max + n * W, row_max);
-    }
-    return offset;
-  }
-
   // Sᵀ to Pᵀ for the keys of one tile: with maxima exp2(S - max), online, else the weights themselves. Row sums on the
-  // way.
-  template <bool masked, bool dropped>
+  // way; in forward mode also tSᵀ to what weights change by.
+  template <class Tile, class Beside, bool masked, bool dropped>
   static void pairs(const Arguments& a, const Launch& u, const Head& x, int64_t i0, int rows, int first, int end,
-                    KeptKeys keys, Beside& following, Scratch& t) {
+                    KeptKeys keys, Beside& following, typename Tile::Scratch& t) {
     constexpr int ld = decltype(t.s)::ld;
     // What is dropped adds to the sum, too, and the others are rounded once they are scaled.
     constexpr bool rounds = apart && Products::round && !dropped;
@@ -205,62 +157,109 @@ template <class Spec, class KindOfProducts> struct ForwardTile {
       if constexpr (Spec::sqdist) r.qq = fg::load(t.qq + n * W);
       float* const s = t.s.of(n);
       fg::VecF row_sum = fg::load(t.row_sum + n * W), offset{};
-      [[maybe_unused]] fg::VecF moving{};
+      [[maybe_unused]] fg::VecF moving{}, t_sum{};
+      if constexpr (Spec::tangent) t_sum = fg::load(t.t_sum + n * W);
+      [[maybe_unused]] const auto tangent_of = [&](int64_t j) {
+        if constexpr (Spec::tangent) return Tile::score_tangent(a, u, x, r, n, j, fg::load(s + j * ld), t);
+      };
       if constexpr (maxima) {
         const auto scored = [&](int64_t j) {
           // Linear scores are kept less their constant factor, which exponents bring along.
           if (!masked && Spec::linear) return fg::load(s + j * ld);
           fg::VecF e = fg::load(s + j * ld);
-          if constexpr (!Spec::linear) e = score(a, u, x, r, n, j, e, t);
+          if constexpr (!Spec::linear) {
+            e = score(a, u, x, r, n, j, e, t);
+            if constexpr (Spec::tangent) fg::store(t.t_s.of(n) + j * ld, tangent_of(j));
+          }
           if (masked) e = fg::select(Spec::keep(a, u, x, r, t.columns[j], Diagonals{}), e, -INFINITY);
           fg::store(s + j * ld, e);
           return e;
         };
-        offset = raise_maxima(keys, n, beside, scored, [&](fg::VecF shrink) { row_sum = row_sum * shrink; }, t);
+        const fg::VecF old_max = fg::load(t.row_max + n * W);
+        fg::VecF row_max = old_max;
+        // Maxima of four in a tree: one after another, each would wait for the last. NaN shows in the sum.
+        int64_t key = keys.first;  // of 64 bits: addresses then move on, instead of being formed anew for every key
+        for (; key + 4 <= keys.end; key += 4) {
+          const fg::VecF low = fg::running_max(scored(key), scored(key + 1));
+          row_max = fg::running_max(row_max, fg::running_max(low, fg::running_max(scored(key + 2), scored(key + 3))));
+          if (Spec::slow_scores) beside.pass(4);
+        }
+        for (; key < keys.end; ++key) row_max = fg::running_max(row_max, scored(key));
+        const fg::VecB grown = fg::gt(row_max, old_max + Spec::MOST_GROWTH);
+        row_max = fg::select(grown, row_max, old_max), offset = offset_of<Spec>(row_max);
+        if (fg::any(is_far<Spec>(row_max)))
+          count_from_maxima<Spec>(s + int64_t(keys.first) * ld, ld, keys.end - keys.first, row_max);
+        if (fg::any(grown)) {
+          const fg::VecF shrink = fg::select(grown, fg::exp2_bounded((old_max - row_max) * Spec::SCORE_FACTOR), 1.0f);
+          row_sum = row_sum * shrink;
+          if constexpr (Spec::tangent) t_sum = t_sum * shrink, multiply_rows(t.t_o, n, shrink);
+          multiply_rows(t.o, n, shrink);
+          fg::store(t.row_max + n * W, row_max);
+        }
       } else if constexpr (Spec::divided) {
         moving = fg::load(t.moving + n * W);
-        if (!masked) moving += float(keys.end - keys.first);
+        if (!masked && !Spec::tangent) moving += float(keys.end - keys.first);
       }
       [[maybe_unused]] fg::VecU survivors{};
       fg::VecF odd_sum{};  // of every other key: one after another, each addition would wait for the last
       [[maybe_unused]] fg::VecF divisor{}, odd_divisor{};
-      const auto weighed = [&](int64_t j, [[maybe_unused]] fg::VecF& sum) {
+      // The weight of a pair, and what it changes by.
+      const auto weighed = [&](int64_t j, [[maybe_unused]] fg::VecF& sum, [[maybe_unused]] fg::VecF& t_p) {
         [[maybe_unused]] const Column& c = t.columns[j];
         fg::VecF p;
         if constexpr (maxima) {
           p = fg::exp2_bounded(fg::load(s + j * ld) * Spec::SCORE_FACTOR - offset);
+          // What is masked has no weight, and so changes nothing, whatever its score changes by.
+          if constexpr (Spec::tangent)
+            t_p = fg::chained(Spec::linear ? tangent_of(j) : fg::load(t.t_s.of(n) + j * ld), p);
         } else if constexpr (Spec::bounded_scores) {
           p = fg::exp2_normal(score(a, u, x, r, n, j, fg::load(s + j * ld), t));
           if (masked) p = fg::select(Spec::keep(a, u, x, r, c, Diagonals{}), p, 0.0f);
+          if constexpr (Spec::tangent) t_p = fg::chained(tangent_of(j), p);
         } else {
+          const Diagonals d = t.diagonals.of(n, j);
           const fg::VecF e = score(a, u, x, r, n, j, fg::load(s + j * ld), t);
           // A score of -inf counts as masked: the weight function never sees it.
           fg::VecB kept = fg::ne(e, -INFINITY);
           if (masked) kept = kept && Spec::keep(a, u, x, r, c, Diagonals{});
           const fg::VecF safe = fg::select(kept, e, 0.0f);
-          p = fg::select(kept, Spec::weight(a, u, x, r, c, t.diagonals.of(n, j), safe), 0.0f);
-          if (Spec::divided && masked) moving += fg::select(kept, 1.0f, 0.0f);
+          p = fg::select(kept, Spec::weight(a, u, x, r, c, d, safe), 0.0f);
+          [[maybe_unused]] fg::VecB moves = kept;
+          if constexpr (Spec::tangent) {
+            const fg::VecF d_score = Spec::weight_by_score(a, u, x, r, c, d, safe);
+            fg::VecF moved = through(d_score, tangent_of(j));
+            if constexpr (Spec::moves_weight) moved = moved + Spec::weight_tangent(a, u, x, r, c, d, safe);
+            else moves = kept && (fg::ne(p, 0.0f) || fg::ne(d_score, 0.0f));
+            t_p = fg::select(kept, moved, 0.0f);
+          }
+          if (Spec::divided && (masked || Spec::tangent)) moving += fg::select(moves, 1.0f, 0.0f);
         }
         if constexpr (Spec::normalised) sum += Spec::term(p);
+        if constexpr (Spec::normalised && Spec::tangent) t_sum += Spec::share(p, t_p);
         if constexpr (dropped) {
           if (j == keys.first || c.j % fg::dropout_columns == 0)
             survivors = fg::dropout_keeps(a.seed, x.b, x.h, r.i, c.j / fg::dropout_columns, a.dropout_threshold);
-          p = fg::select(fg::ne(survivors & fg::dropout_bit(c.j), 0u), p * a.dropout_scale, 0.0f);
+          const fg::VecB survives = fg::ne(survivors & fg::dropout_bit(c.j), 0u);
+          p = fg::select(survives, p * a.dropout_scale, 0.0f);
+          if constexpr (Spec::tangent) t_p = fg::select(survives, t_p * a.dropout_scale, 0.0f);
         }
         return p;
       };
+      [[maybe_unused]] fg::VecF t_low{}, t_high{};
       const auto put = [&](int64_t j, fg::VecF p, fg::VecF next) {
         [[maybe_unused]] const Multiplied multiplied = t.s.put(j, n, p, next);
         if constexpr (rounds) divisor += Spec::term(multiplied.first), odd_divisor += Spec::term(multiplied.second);
+        if constexpr (Spec::tangent) t.t_s.put(j, n, t_low, t_high);
       };
       int64_t j = keys.first;
       for (; j + 2 <= keys.end; j += 2) {
         if (!Spec::slow_scores) beside.pass(2);
-        const fg::VecF p = weighed(j, row_sum);
-        put(j, p, weighed(j + 1, odd_sum));
+        const fg::VecF p = weighed(j, row_sum, t_low);
+        put(j, p, weighed(j + 1, odd_sum, t_high));
       }
-      if (j < keys.end) put(j, weighed(j, row_sum), fg::VecF{});
+      if (j < keys.end) t_high = fg::VecF{}, put(j, weighed(j, row_sum, t_low), fg::VecF{});
       if constexpr (Spec::normalised) fg::store(t.row_sum + n * W, row_sum + odd_sum);
+      if constexpr (Spec::normalised && Spec::tangent) fg::store(t.t_sum + n * W, t_sum);
       if constexpr (apart) {
         const fg::VecF all = rounds ? fg::load(t.divisor + n * W) + (divisor + odd_divisor) : row_sum + odd_sum;
         fg::store(t.divisor + n * W, all);
@@ -425,26 +424,18 @@ template <class Spec, class Tile> struct Forward {
     const int most_rows = tile_rows(a);
     const bool together = a.queries < a.q_len;  // rows of several heads, which have the places of one
     const int64_t row0 = query_tile * most_rows, place0 = together ? 0 : row0;
-    const int rows = int(std::min<int64_t>(most_rows, a.q_len - row0));
-    return {make_head(a, u, b, h),
-            b,
-            h,
-            query_tile,
-            row0,
-            place0,
-            a.q_start + place0,
-            rows,
-            together ? int(a.queries) : rows,
-            int(round_up(ceil_div(rows, W), Products::row_vectors))};
+    Place of = {make_head(a, u, b, h), b, h, query_tile, row0, place0, a.q_start + place0};
+    of.rows = int(std::min<int64_t>(most_rows, a.q_len - row0)), of.places = together ? int(a.queries) : of.rows;
+    of.vectors = int(round_up(ceil_div(of.rows, W), Products::row_vectors));
+    return of;
   }
 
-  // O, unnormalised, and the sums of a query tile over some key tiles, in `t`. Returns false where it visits none of
-  // these: then nothing is written.
+  // O, unnormalised, and the sums of a query tile over some key tiles, in `t`. False: it visits none, and `t` is as it was.
   static bool visit_keys(const Call& a, const Launch& u, const Place& place, KeyTiles among, const Lookup& lookup,
                          Scratch& t) {
     const Head& x = place.x;
-    const int64_t b = place.b, h = place.h, hkv = h / (a.heads / a.kv_heads), row0 = place.row0;
-    const HeadRows k = Tile::keys(a, b, hkv), v = Tile::values(a, b, hkv);
+    const int64_t b = place.b, h = place.h, hkv = a.kv_head(h), row0 = place.row0;
+    const HeadRows k = keys_of(a, b, hkv), v = values_of(a, b, hkv);
     const Visits visits =
         visits_of(a, u, x, b, h, place.query_tile, tile_rows(a), place.place0, place.places, BC, lookup);
     int from = 0, to = visits.count;
@@ -468,7 +459,7 @@ template <class Spec, class Tile> struct Forward {
       const int64_t most_rows = tile_rows(a), step = a.threads * most_rows;
       const int64_t next_row0 = Spec::keep_everything ? row0 + step : row0 - step;
       if (next_row0 >= 0 && next_row0 + most_rows <= a.q_len) {
-        next_q = rows_ahead(Tile::queries(a, place), {next_row0, int(most_rows)}, D);
+        next_q = rows_ahead(queries(a, b, h), {next_row0, int(most_rows)}, D);
         KeyRows keys{};
         if constexpr (Spec::keep_everything) {
           if (from < to) keys = key_rows(a, visits.at[from], BC);
@@ -480,10 +471,7 @@ template <class Spec, class Tile> struct Forward {
         }
         tile_k = rows_ahead(k, keys, D), tile_v = rows_ahead(v, keys, DV);
       }
-      if (a.o) {
-        const HeadRows o = rows_of_head(a.o, a.element_of_rows(), b, a.rows_of_o.b, h, a.rows_of_o.h, a.rows_of_o.n);
-        own_o = rows_ahead(o, {row0, place.rows}, DV);
-      }
+      if (a.o) own_o = rows_ahead(outputs(a, b, h), {row0, place.rows}, DV);
     }
     tile_k.then = &next_q, tile_v.then = &own_o;
 
@@ -496,8 +484,7 @@ template <class Spec, class Tile> struct Forward {
       fg::Ahead next_k = rows_ahead(k, next, D), next_v = rows_ahead(v, next, DV);
       if (to - n <= LAST_VISITS) next_k.then = &tile_k, next_v.then = &tile_v;
       typename Tile::Multiplier multiplier(a, place, next, t, next_k, next_v);
-      // On the border of the mask a narrow strip leaves out the keys that its rows do not meet; those that two
-      // neighbours meet are scored at once.
+      // On the border of the mask a narrow strip leaves out keys; those that two neighbours meet are scored at once.
       if constexpr (Spec::trimmed && Products::trimmed_strip > 0) {
         if (part.masked) {
           const ColumnBounds& bounds = leaf_of(a, tree_of(a, lookup.trees, b, h, BC), visit.tile, BC);
@@ -511,7 +498,7 @@ template <class Spec, class Tile> struct Forward {
             for_each_block(upper, lower, [&](const Strip& strip) { multiplier.score(strip); });
             for (const Strip* strip : {&upper, &lower}) {
               if (strip->kept.first == strip->kept.end) continue;
-              Tile::weigh(a, u, place, multiplier, {}, *strip, {}, columns, t);
+              Tile::template weigh<Tile>(a, u, place, multiplier, {}, *strip, {}, columns, t);
               multiplier.add_values(*strip);
             }
             first = lower.end;
@@ -527,7 +514,7 @@ template <class Spec, class Tile> struct Forward {
       multiplier.score(strip);
       for (; strip.first < part.last;) {
         const Strip next_strip = strip_from(strip.end);
-        Tile::weigh(a, u, place, multiplier, before, strip, next_strip, columns, t);
+        Tile::template weigh<Tile>(a, u, place, multiplier, before, strip, next_strip, columns, t);
         before = strip, strip = next_strip;
       }
       multiplier.add_values(before);
@@ -544,8 +531,7 @@ template <class Spec, class Tile> struct Forward {
 
   // ---- Split-KV ----------------------------------------------------------------------------------------------------
   // Few query rows over many keys: threads share the keys of a head. Each split leaves what it has of O and the sums,
-  // and from what maximum they are counted; then splits are merged. Lengths alone say how many there are, so that
-  // threads change no bit.
+  // and their maximum; then splits are merged. Lengths alone say how many there are: threads change no bit.
 
   static constexpr int64_t KEYS_OF_SPLIT = 2048, MOST_SPLITS = 64;
   static int64_t splits_of(const Arguments& a, int64_t wanted) {

@@ -1,16 +1,8 @@
-// Captured gradients: what pairs, and the sink, contribute to each is summed over the loops outside of its level before
-// it is added to what the task has.
+// Captured gradients: what pairs, and the sink, add to each is summed over the loops outside of its level first.
 #pragma once
 #include "flashgen/cpu/visits.h"
 
 namespace {
-
-// What arrives at a score from one of its derivatives. Where what arrives may be no number, and a derivative 0, nothing
-// does.
-template <class Spec> FG_INLINE fg::VecF through(fg::VecF arriving, fg::VecF derivative) {
-  if constexpr (Spec::chains) return fg::chained(arriving, derivative);
-  else return arriving * derivative;
-}
 
 // The partial sums of one gradient, Of, over a tile. An array of no elements takes no memory.
 template <class Of, int rows, int columns> struct GradientSums {
@@ -81,10 +73,11 @@ template <class Of, int rows, int columns> struct GradientSums {
   }
 
   // Of vector n of rows, `valid` of which are: what comes through the sink.
-  void add_sink(const Arguments& a, const Launch& u, const Head& x, const Row& r, int n, int valid, fg::VecF d_sink,
-                fg::VecF d_t_sink) {
+  template <class Reaching>
+  void add_sink(const Arguments& a, const Launch& u, const Head& x, const Row& r, int n, int valid,
+                const Reaching& of) {
     if constexpr (Of::of_sink) {
-      const fg::VecF value = Of::through_sink(a, u, x, r, Column{}, Diagonals{}, d_sink, d_t_sink);
+      const fg::VecF value = Of::through_sink(a, u, x, r, Column{}, Diagonals{}, of.d_sink, of.d_t_sink);
       if constexpr (of_rows) fg::store(by_row + n * W, fg::load(by_row + n * W) + value);
       else
         for (int l = 0; l < valid; ++l) of_head[0] += value[l];
@@ -103,7 +96,7 @@ template <class Of, int rows, int columns> struct GradientSums {
   }
 };
 
-// Those of all gradients: each function calls that of each.
+// Those of all gradients.
 template <class List, int rows, int columns> struct AllSums;
 template <class... Of, int rows, int columns>
 struct AllSums<fg::GradientList<Of...>, rows, columns> : GradientSums<Of, rows, columns>... {
@@ -113,25 +106,14 @@ struct AllSums<fg::GradientList<Of...>, rows, columns> : GradientSums<Of, rows, 
 
   struct OfVector : GradientSums<Of, rows, columns>::OfVector... {};
 
-  void begin_rows() { (GradientSums<Of, rows, columns>::begin_rows(), ...); }
-  void begin_keys() { (GradientSums<Of, rows, columns>::begin_keys(), ...); }
+  template <class Perform> FG_INLINE void for_each([[maybe_unused]] const Perform& perform) {
+    (perform(static_cast<GradientSums<Of, rows, columns>&>(*this)), ...);
+  }
   template <class... Given> FG_INLINE void add(OfVector& own, const Given&... given) {
     (GradientSums<Of, rows, columns>::add(own, given...), ...);
   }
   FG_INLINE void end_vector(OfVector& own, [[maybe_unused]] int n, [[maybe_unused]] int64_t j) {
     (GradientSums<Of, rows, columns>::end_vector(own, n, j), ...);
-  }
-  template <class... Given> void end_keys(const Given&... given) {
-    (GradientSums<Of, rows, columns>::end_keys(given...), ...);
-  }
-  template <class... Given> void add_sink(const Given&... given) {
-    (GradientSums<Of, rows, columns>::add_sink(given...), ...);
-  }
-  template <class... Given> void end_rows(const Given&... given) {
-    (GradientSums<Of, rows, columns>::end_rows(given...), ...);
-  }
-  template <class... Given> void end_head(const Given&... given) {
-    (GradientSums<Of, rows, columns>::end_head(given...), ...);
   }
 };
 
