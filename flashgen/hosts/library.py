@@ -79,7 +79,7 @@ class LibraryKernel:
 
 
 _THRESHOLD = "dropout_threshold"
-# The members of ``struct Ragged`` (templates/cpu/ragged.h.jinja) by the fields that they are; then come the tables.
+# The members of ``struct Ragged`` (ragged.h of the CPU headers) by the fields that they are; then come the tables.
 _MEMBERS = (
     "batch", "q_starts", "k_starts", "cache_lengths", "cache_padding", "cache_places", "block_table",
     "table_columns", "cache_rows", "splits", "key_element", "k_factors", "v_factors",

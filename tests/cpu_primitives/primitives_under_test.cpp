@@ -180,8 +180,8 @@ void across_lanes(float* out, const float* x) {
   out[1] = horizontal_max(load(x));
   out[2] = horizontal_min(load(x));
 }
-void first_lanes(float* out, const float* in, int n) { store(out, load_lanes(in, n)); }
-void first_lanes_stored(float* out, const float* in, int n) { store_lanes(out, load(in), n); }
+void first_lanes(float* out, const float* in, int n) { store(out, load_elements(in, n)); }
+void first_lanes_stored(float* out, const float* in, int n) { store_elements(out, load(in), n); }
 
 // Conversions of rows, and single elements through every way of reading them; the number of disagreements returns.
 #define STORAGE(Type, Out)                                                              \

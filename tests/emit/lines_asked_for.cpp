@@ -28,12 +28,13 @@ int main() {
   a.threads = 1;
   a.batch = a.heads = a.kv_heads = a.b_total = a.h_total = 1;
   a.q_len = a.kv_len = a.q_total = a.kv_total = N;
-  const int64_t bytes = forward::thread_bytes<VectorProducts>(a);
+  using Pass = ForwardPass<VectorProducts>;
+  const int64_t bytes = Pass::thread_bytes(a);
   const Memory memory(bytes);
-  auto* const scratch = reinterpret_cast<forward::Scratch<VectorProducts>*>(memory.at(0));
+  auto* const scratch = reinterpret_cast<Pass::Scratch*>(memory.at(0));
   auto* const visits = reinterpret_cast<Visit*>(memory.at(sizeof(*scratch)));
   const Call call = packed(a);
-  forward::tile<VectorProducts>(call, make_launch(call), 0, 0, TILE, visits, *scratch);
+  Pass::tile(call, make_launch(call), 0, 0, TILE, {nullptr, nullptr, visits}, *scratch);
 
   const int64_t row0 = TILE * FLASHGEN_BR - FLASHGEN_BR, key0 = (row0 - WINDOW + 1) / FLASHGEN_BC * FLASHGEN_BC;
   int stray = 0;

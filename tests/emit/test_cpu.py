@@ -20,6 +20,7 @@ from flashgen.targets.cpu.model import buffers
 from flashgen.targets.cpu.plan import plan_cpu
 from flashgen.targets.cpu.products import FEWEST_ROWS, OF_TANGENTS, Products
 from flashgen.toolchains.cpp import REQUIRED_FLAGS, find_compiler
+from tests.emit.instantiated import works_without
 
 EVERYTHING = """
 attention everything {
@@ -46,7 +47,8 @@ def emitted(text: str) -> KernelSource:
 def section(source: str, opening: str) -> str:
     """The struct or function that begins with ``opening``."""
     start = source.index(opening)
-    return source[start : source.index("\n}", start)]
+    line = source[source.rindex("\n", 0, start) + 1 : start]
+    return source[start : source.index(f"\n{line[: len(line) - len(line.lstrip())]}}}", start)]
 
 
 def test_the_same_bytes_every_time() -> None:
@@ -54,8 +56,9 @@ def test_the_same_bytes_every_time() -> None:
 
 
 def test_values_are_placed_at_their_level() -> None:
-    text = emitted(EVERYTHING).whole
+    text = emitted(EVERYTHING).text
     assert "float of_slope;  // slope[h]" in section(text, "struct Head {")
+    text = text[text.index("struct Spec : ") :]
     assert "float of_gate;  // gate[b, h, j]" in section(text, "struct Column {")
     assert "bool of_valid;  // valid[b, j]" in section(text, "struct Column {")
     assert "of_table" not in section(text, "struct Row {")
@@ -68,15 +71,15 @@ def test_values_are_placed_at_their_level() -> None:
 
 
 def test_a_full_tile_runs_no_mask() -> None:
-    text = emitted("attention plain { head_dim 64 }").whole
-    body = section(text, "inline fg::ranges::Bool keep_range(" if "inline fg::ranges" in text else "keep_range(")
-    assert "fg::ranges::point(true)" in body
-    assert "if (masked)" in text
+    source = emitted("attention plain { head_dim 64 }")
+    assert "fg::ranges::point(true)" in section(source.text, "static FG_INLINE fg::ranges::Bool keep_range(")
+    assert "if (masked)" in source.whole
 
 
 def test_the_scale_folds_into_the_base_2_exponent() -> None:
-    text = emitted("attention plain { head_dim 64 }").whole
-    assert "constexpr float SCORE_FACTOR = 0.18033688f, SCALE = 0.125f" in text
+    text = emitted("attention plain { head_dim 64 }").text
+    assert "constexpr float SCORE_FACTOR = 0.18033688f;" in text
+    assert "constexpr float SCALE = 0.125f;" in text
     assert "FG_INLINE fg::VecF score(" not in text
 
 
@@ -147,6 +150,12 @@ EDGES = {
         ),
     },
 }
+TILES = {
+    "forward": "ForwardTile",
+    "backward": "BackwardTile",
+    "jvp": "ForwardModeTile",
+    "jvp_backward": "ForwardModeBackwardTile",
+}
 COUNTED = {
     "VectorProducts": Products.VECTORS,
     "PairProducts": Products.PAIRS,
@@ -186,11 +195,11 @@ def check_bytes(variant: Variant, text: str, kind: str, edges: Mapping[str, Sequ
     main = folder / "main.cpp"
     lines = [f'#include "{kernel.name}"', "#include <cstdio>", "int main() {"]
     for name, of_pass in edges.items():
-        space = {"jvp": "forward", "jvp_backward": "backward"}.get(name, name)
+        tile = f"{TILES[name]}<Spec, {kind}>"
         sizes = (*of_pass, "diagonals", "-diagonals.values")
         outside = " ".join(f"{'+' if edge[0] == '-' else '-'} long(sizeof(S::{edge.lstrip('-')}))" for edge in sizes)
-        printed = f"{space}::BR<{kind}>, {space}::BC<{kind}>, long(sizeof(S)) {outside}"
-        lines.append(f'  {{ using S = {space}::Scratch<{kind}>; std::printf("%d %d %d %ld\\n", W, {printed}); }}')
+        printed = f"{tile}::BR, {tile}::BC, long(sizeof(S)) {outside}"
+        lines.append(f'  {{ using S = {tile}::Scratch; std::printf("%d %d %d %ld\\n", W, {printed}); }}')
     main.write_text("\n".join([*lines, "}", ""]))
     program = folder / "main"
     compiler = find_compiler().command
@@ -236,32 +245,33 @@ def test_a_window_asks_for_the_keys_of_the_next_tile(tmp_path: Path) -> None:
     assert stray == "0"
 
 
-def test_scores_that_are_multiples_of_the_product_are_not_stored() -> None:
+def test_scores_that_are_multiples_of_the_product_are_not_stored(tmp_path: Path) -> None:
     """Exponents multiply them, in masked tiles as in others, so that both give the same bits."""
     plain, squared = (
-        emitted(f"attention a {{ head_dim 64 {body} mask causal }}").whole for body in ("", "score s - 0.1 * s * s")
+        emitted(f"attention a {{ head_dim 64 {body} mask causal }}") for body in ("", "score s - 0.1 * s * s")
     )
-    for text in (plain, squared):
-        assert "exp2_bounded(fg::load(s + j * ld) * SCORE_FACTOR - offset)" in section(text, "static void pairs")
-    assert "score(" not in section(plain, "static void pairs")
-    assert "fg::VecF e = score(" in section(squared, "static void pairs")
+    for source in (plain, squared):
+        weights = section(source.whole, "static void pairs(")
+        assert weights.count("exp2_bounded(fg::load(s + j * ld) * Spec::SCORE_FACTOR - offset)") == 1
+    assert "fg::VecF score(" not in plain.text
+    assert works_without(plain.whole, "score", tmp_path)
+    assert works_without(squared.whole, "unknown", tmp_path)
+    assert not works_without(squared.whole, "score", tmp_path)
 
 
-def test_bounded_scores_have_no_maximum() -> None:
+def test_bounded_scores_have_no_maximum(tmp_path: Path) -> None:
     """A cap of 55 is 79.3 in base 2, one of 56 is 80.8: from there on rows have maxima."""
     capped, beyond = (
         emitted(f"attention a {{ head_dim 64 score softcap(s, {cap}) mask causal }}").whole for cap in (55.0, 56.0)
     )
-    assert "exp2_normal(score(" in section(capped, "static void pairs")
-    assert "t.row_max" not in capped
-    assert "t.row_max" in beyond
+    assert "exp2_normal(score(" in section(capped, "static void pairs(")
+    assert works_without(capped, "MOST_GROWTH", tmp_path, "sizeof(Scratch::row_max) == 0")
+    assert works_without(beyond, "unknown", tmp_path, "sizeof(Scratch::row_max) > 0")
+    assert not works_without(beyond, "MOST_GROWTH", tmp_path)
 
 
 def test_products_run_beside_the_longer_loop() -> None:
     """A tanh takes less time than to weigh a pair, a logarithm more."""
-    short, long = (
-        section(emitted(f"attention a {{ head_dim 64 score s + {f}(s) }}").whole, "static void pairs")
-        for f in ("tanh", "log1p")
-    )
-    assert "beside.pass(2)" in short
-    assert "beside.pass(4)" in long
+    short, long = (emitted(f"attention a {{ head_dim 64 score s + {f}(s) }}").text for f in ("tanh", "log1p"))
+    assert "slow_scores = true" not in short
+    assert "slow_scores = true" in long

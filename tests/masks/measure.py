@@ -46,20 +46,22 @@ extern "C" void tiles_%(n)d(const void* arguments, int tile_rows, int tile_colum
   const int64_t b = a.batch - 1, h = a.heads - 1, columns = ceil_div(a.kv_len, tile_columns);
   const Head x = make_head(a, u, b, h);
   std::vector<Visit> found(size_t(columns) + 1);
-%(tree)s
+  std::vector<ColumnBounds> tree(size_t(nodes_of_tree(a, tile_columns)));
+  if (Spec::observed_columns) build_tree(a, u, Spec::observed_by_head ? b * a.heads + h : b, tile_columns, tree.data());
   for (int64_t row0 = 0; row0 < a.q_len; row0 += tile_rows, classes += columns, visits += columns) {
     const int rows = int(std::min<int64_t>(tile_rows, a.q_len - row0));
     const int64_t i0 = a.q_start + row0;
-    const int count = find_visits(a, u, x, row0, rows, tile_columns, %(pass_tree)sfound.data());
+    const int count = find_visits(a, u, x, row0, rows, tile_columns, tree.data(), found.data());
     for (int n = 0; n < count; ++n) {
       const Visit& visit = found[size_t(n)];
       visits[visit.tile] = visit.masked || visit.last * W < rows || visit.first > 0 ? 1 : 2;
     }
-%(rows)s
+    const RowBounds bounds = bounds_of_rows(a, u, x, i0, rows, 0, int(ceil_div(rows, W)));
     for (int64_t tile = 0; tile < columns; ++tile) {
       const int64_t first = tile * tile_columns, last = std::min(first + tile_columns, a.kv_len) - 1;
       const fg::ranges::Int i = {i0, i0 + rows - 1}, j = {a.kv_start + first, a.kv_start + last};
-      const fg::ranges::Bool keep = keep_range(a, u, x, i, j%(bounds)s);
+      const ColumnBounds& leaf = leaf_of(a, tree.data(), int32_t(tile), tile_columns);
+      const fg::ranges::Bool keep = Spec::keep_range(a, u, x, i, j, bounds, leaf);
       classes[tile] = !keep.may_be_true ? 0 : keep.may_be_false ? 1 : 2;
     }
   }
@@ -73,15 +75,18 @@ extern "C" int64_t plan_%(n)d(const void* arguments, int tile_rows, int tile_col
   const int64_t b = a.batch - 1, h = a.heads - 1, columns = ceil_div(a.kv_len, tile_columns);
   const Head x = make_head(a, u, b, h);
   std::vector<Visit> found(size_t(columns) + 1);
-%(tree)s
+  std::vector<ColumnBounds> tree(size_t(nodes_of_tree(a, tile_columns)));
+  if (Spec::observed_columns) build_tree(a, u, Spec::observed_by_head ? b * a.heads + h : b, tile_columns, tree.data());
   int64_t count = 0;
   for (int64_t row0 = 0; row0 < a.q_len; row0 += tile_rows) {
     const int rows = int(std::min<int64_t>(tile_rows, a.q_len - row0));
-    count += find_visits(a, u, x, row0, rows, tile_columns, %(pass_tree)sfound.data());
+    count += find_visits(a, u, x, row0, rows, tile_columns, tree.data(), found.data());
   }
   return count;
 }
 """
+# Where the headers end that know of masks.
+ENDS = '#line 1 "flashgen/cpu/products.h"'
 # Beyond what the first mask includes: what lists of visits need.
 _BEGINS = "namespace {\n\n// ---- What a caller passes"
 _INCLUDES = "\n#include <atomic>\n#include <memory>\n#include <mutex>\n#include <vector>\n"
@@ -94,10 +99,6 @@ extern "C" void cut_evenly(int32_t* first, int64_t runs, const int32_t* work, in
   mask_0::cut_evenly(first, runs, work, tiles);
 }
 """
-_TREE = """  std::vector<ColumnBounds> tree(size_t(nodes_of_tree(a, tile_columns)));
-  build_tree(a, u, %(number)s, tile_columns, tree.data());"""
-_ROWS = """    RowBounds bounds = bounds_of(make_row(a, u, x, rows_of(i0, 0, rows)));
-    for (int n = 1; n * W < rows; ++n) bounds = hull(bounds, bounds_of(make_row(a, u, x, rows_of(i0, n, rows))));"""
 
 
 @dataclass(frozen=True)
@@ -272,21 +273,10 @@ def _text(variants: Sequence[Variant], numbers: range) -> str:
     parts = [first[: first.index(_BEGINS)] + _INCLUDES]
     for n in numbers:
         text = _source(variants[n])
-        start, end = text.index(_BEGINS), text.index("// ---- Forward -")
-        by_row, by_column = "struct RowBounds" in text, "struct ColumnBounds" in text
-        number = "b * a.heads + h" if "make_head(a, u, number / a.heads" in text else "b"
-        parts.append(f"namespace mask_{n} {{\n{text[start:end]}\n}}  // namespace mask_{n}\n")
         parts.append(
-            _ENTRY
-            % {
-                "n": n,
-                "tree": _TREE % {"number": number} if by_column else "",
-                "pass_tree": "tree.data(), " if by_column else "",
-                "rows": _ROWS if by_row else "",
-                "bounds": (", bounds" if by_row else "")
-                + (", tree[size_t(leaves_of_tree(columns) + tile)]" if by_column else ""),
-            }
+            f"namespace mask_{n} {{\n{text[text.index(_BEGINS) : text.index(ENDS)]}\n}}  // namespace mask_{n}\n"
         )
+        parts.append(_ENTRY % {"n": n})
     return "".join((*parts, _SCHEDULE) if 0 in numbers else parts)
 
 

@@ -16,14 +16,15 @@ import flashgen
 from flashgen.analysis.pieces import is_irregular
 from flashgen.analysis.simplify import simplify
 from flashgen.hosts.kernel import ArgumentLayout
-from flashgen.language import parse_file
+from flashgen.language import parse_file, parse_text
 from flashgen.plan.arguments import argument_fields
 from flashgen.targets.cpu.device import GENERIC_CPU
 from flashgen.targets.cpu.emit import emit_cpu
 from flashgen.targets.cpu.plan import plan_cpu
+from tests.emit.instantiated import works_without
 from tests.ir.expressions import expr
 from tests.masks.catalogue import Mask
-from tests.masks.measure import compiled, variant_of
+from tests.masks.measure import ENDS, compiled, variant_of
 from tests.numeric.helpers import assert_close, normal
 
 BYTES = 20_000  # of the library under test, in place of LIST_BYTES
@@ -36,12 +37,12 @@ ENTRY = """
 extern "C" int listed(const void* arguments, int64_t b, int64_t h, int64_t query_tile) {
   const Arguments& a = *static_cast<const Arguments*>(arguments);
   const Launch u = make_launch(a);
-  const std::shared_ptr<const Lists> lists = lists_of(a, u, TILE, TILE);
+  const std::shared_ptr<const Lists> lists = lists_of<Spec>(a, u, TILE, TILE);
   if (!lists->are_made()) return -1;
   std::vector<Visit> visits(size_t(ceil_div(a.kv_len, TILE)));
-  const int64_t row0 = query_tile * TILE, n = mask_of(a, b, h) * ceil_div(a.q_len, TILE) + query_tile;
+  const int64_t row0 = query_tile * TILE, n = Spec::mask_of(a, b, h) * ceil_div(a.q_len, TILE) + query_tile;
   const int rows = int(std::min<int64_t>(TILE, a.q_len - row0));
-  const int count = find_visits(a, u, make_head(a, u, b, h), row0, rows, TILE, visits.data());
+  const int count = find_visits(a, u, make_head(a, u, b, h), row0, rows, TILE, nullptr, visits.data());
   if (lists->count(n) != count) return 0;
   for (int k = 0; k < count; ++k) {
     const Visit &x = lists->of(n)[k], &y = visits[size_t(k)];
@@ -51,7 +52,7 @@ extern "C" int listed(const void* arguments, int64_t b, int64_t h, int64_t query
 }
 extern "C" const void* address(const void* arguments, int64_t* bytes) {
   const Arguments& a = *static_cast<const Arguments*>(arguments);
-  const std::shared_ptr<const Lists> lists = lists_of(a, make_launch(a), TILE, TILE);
+  const std::shared_ptr<const Lists> lists = lists_of<Spec>(a, make_launch(a), TILE, TILE);
   *bytes = lists->bytes();
   return lists.get();
 }
@@ -64,7 +65,7 @@ class Library:
     def __init__(self, mask: Mask, folder: Path) -> None:
         variant = variant_of(mask)
         text = emit_cpu(variant, plan_cpu(variant, GENERIC_CPU)).whole
-        text = text[: text.index("// ---- Forward -")].replace("int64_t(8) << 20", str(BYTES))
+        text = text[: text.index(ENDS)].replace("int64_t(8) << 20", str(BYTES))
         assert f"LIST_BYTES = {BYTES};" in text
         self._layout = ArgumentLayout(argument_fields(variant.spec))
         library = ctypes.CDLL(str(compiled(text + ENTRY.replace("TILE", str(TILE)), folder, "-O1")))
@@ -176,8 +177,14 @@ def test_masks_over_captured_tensors_have_none() -> None:
 
 
 @pytest.mark.parametrize("name", ["causal", "alibi", "gpt_oss", "longformer", "packed_documents", "block_sparse"])
-def test_other_specs_do_not_pay(repository: Path, name: str) -> None:
-    """Not even for what they would include."""
+def test_other_specs_do_not_pay(repository: Path, name: str, tmp_path: Path) -> None:
+    """Nothing is instantiated that makes lists or holds them: all of it asks what they depend on."""
     variant = variant_of(parse_file(repository / "specs" / f"{name}.attn").specs[0])
+    assert works_without(emit_cpu(variant, plan_cpu(variant, GENERIC_CPU)).whole, "question_of", tmp_path)
+
+
+def test_specs_with_lists_ask_what_they_depend_on(tmp_path: Path) -> None:
+    variant = variant_of(parse_text("attention dilated { head_dim 16 mask (i - j) % 3 == 0 }").specs[0])
     text = emit_cpu(variant, plan_cpu(variant, GENERIC_CPU)).whole
-    assert not any(word in text for word in ("Lists", "shared_ptr"))
+    assert works_without(text, "unknown", tmp_path)
+    assert not works_without(text, "question_of", tmp_path)

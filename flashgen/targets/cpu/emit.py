@@ -5,6 +5,7 @@ In: a ``Variant`` and a ``CpuPlan``. Out: a ``KernelSource``. The context below 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashgen.analysis.base_2 import LOG2_E, in_base_2, needs_no_maximum
@@ -12,7 +13,6 @@ from flashgen.analysis.diagonals import diagonal_values, over_diagonals
 from flashgen.analysis.levels import Level, observed_loads
 from flashgen.analysis.variant import CapturedGradient, Variant, constant_factor
 from flashgen.emit.context import (
-    Masks,
     Observed,
     WeightCode,
     by_score,
@@ -20,7 +20,6 @@ from flashgen.emit.context import (
     formula,
     labels,
     masks_apart,
-    moved_inputs,
     observed_load,
     pair_terms,
     template_values,
@@ -56,44 +55,23 @@ from flashgen.version import __version__
 # weights, at most 2^8, lose nothing (FlashAttention-4 does the same).
 _MOST_GROWTH = 8.0
 _OF_KEYS = ("score", "weight", "keep")  # hooks that few query rows ask for, too
-_PRIMITIVES = (
-    "flush.h",
-    "vector.h",
-    "convert.h",
-    "vector_math.h",
-    "captured.h",
-    "tile_product.h",
-    "few_rows.h",
-    "images.h",
-    "matrix_product.h",
-)
+_PASSES = ("few_query_rows.h", "backward.h")
+_INPUTS = ", fg::VecF dot, fg::VecF sqdist"  # what functions of a pair take beside it
+_MOVED = f"{_INPUTS}, fg::VecF t_dot, fg::VecF t_norms"
+_PAIR = "a, u, x, r, c, d"
 
 
 @dataclass(frozen=True)
 class _Gradient:
-    """A captured gradient as the backward template sees it."""
-
-    level: str
-    target: str  # the member of Arguments and of Task that receives it
-    value: str  # the variable that holds one pair's contribution
-    sum: str  # the member of Scratch that holds partial sums
-    total: str  # the variable that holds a sum of short sums
-    pair_code: str | None  # one pair's contribution; None: it arrives through the sink alone
-    sink_code: str | None  # one row's contribution through the sink
-    offset: str  # of the element, as arguments of fg::add or fg::add_rows
-    comment: str
-
-    @property
-    def sink_only(self) -> bool:
-        return self.pair_code is None
-
-
-@dataclass(frozen=True)
-class _Param:
-    """A param as the templates of ragged batches see it: its member of Arguments, and the C type."""
+    """The gradient of one read of a captured value, as a struct of the spec."""
 
     name: str
-    element: str
+    level: str
+    captured: int  # the number of the value
+    pair_code: str | None  # one pair's contribution; None: it arrives through the sink alone
+    sink_code: str | None  # one row's contribution through the sink
+    added: str  # what adds ``value`` to the gradient ``to``
+    comment: str
 
 
 @dataclass(frozen=True)
@@ -104,57 +82,31 @@ class _Context:
     symbol: str
     first_pass: str  # what functions of the forward pass are called, which forward mode is one of
     last_pass: str  # the same of the backward pass
-    has_forward: bool
-    has_backward: bool
+    forward: str | None  # the struct that computes a tile, if there is such a pass
+    backward: str | None
+    passes: tuple[str, ...]  # the headers that are included
+    sizes: tuple[str, ...]  # of tiles, as the plan's macros call them
     version: str
     digest: str
     spec_lines: tuple[str, ...]
     formula: str
+    results: str  # the same of what the backward pass, or forward mode, computes
     head_dim: object
     plan: CpuPlan
-    primitives: tuple[str, ...]
     parts: bool  # over some of the keys of rows, or some of the rows, and no ragged batches
-    written: str  # of what element o and dQ are, as code
-    written_of_keys: str  # the same of dK and dV
-    head_rows: str  # rows of lse from one head's first to the next one's, as code
-    results: tuple[str, ...]  # whose rows have strides
     arguments: tuple[Field, ...]
     hooks: Hooks
     hooks_by_key: Hooks  # those of the forward pass with neighbouring keys as lanes, for few query rows
     function_inputs: dict[str, str]
-    keep_everything: bool
-    masks: Masks
-    lists: tuple[str, ...]  # what lists of visits depend on, as code over the arguments; none where there are no lists
-    trimmed: bool  # keys that ranges rule out for some rows of a tile are left out of their products
+    flags: tuple[str, ...]  # of ``fg::AnySpec`` those that hold
+    factors: tuple[tuple[str, str], ...]  # of exponents in base 2, in base e, and by how much a score may grow
+    rules: tuple[tuple[str, str], ...]  # functions of the spec: declarations, and what they return
     keep_range: RangeCode
     observed_rows: tuple[Observed, ...]
     observed_columns: tuple[Observed, ...]
-    observed_by_head: bool
-    heads_are_alike: bool  # nothing depends on the head, nor on how many there are
-    diagonals: bool  # whether anything is computed once a diagonal
-    pair: str  # what functions of a pair take first
-    weights: WeightCode
-    linear: bool  # scores are the dot product but for a constant factor, with which kernels go on
-    score_factor: str  # of exponential weights: what makes its score, or the dot product, an exponent in base 2
-    natural_factor: str  # the same for base e
-    growth: str  # by how much a score may grow, or the dot product, before O is rescaled
-    bounded_scores: bool  # by the formula, so that exp2 needs no maximum
-    by_score: str  # a format: what comes through the score, from one of its derivatives
-    slow_scores: bool  # to score a pair takes longer than to weigh it
-    sqdist: bool
-    dropout: bool
-    sink: str | None
     tangent: bool  # forward mode: what tangents change, beside o and lse; or its backward pass
-    by_tangent: str  # as ``by_score``, of what comes through the score's tangent
-    by_weight_tangent: str  # of what comes through the weight's
-    weight_tangent: bool  # captured values change weights beside what scores change
-    sink_tangent: str | None
     gradients: tuple[_Gradient, ...]
-    row_gradients: tuple[_Gradient, ...]
-    params: tuple[_Param, ...]
-    captured: tuple[str, ...]
-    captured_elements: dict[str, str]
-    captured_owned: dict[str, bool]
+    numbers: tuple[tuple[str, str], ...]  # fields that sequences may have of their own: C types and names
 
 
 def emit_cpu(variant: Variant, plan: CpuPlan) -> KernelSource:
@@ -167,7 +119,7 @@ def emit_cpu(variant: Variant, plan: CpuPlan) -> KernelSource:
     form = "" if variant.tangent is not None else variant.kind.mark
     symbol = f"{spec.name}_d{str(head_dim).replace('/', '_')}{form}"
     context = _context(variant, plan, symbol)
-    own = context.last_pass if variant.kind.backward_only else context.first_pass
+    own = context.first_pass if context.forward else context.last_pass
     suffix = "" if variant.tangent is None else f"_{own}"
     code = tidy(environment().get_template("cpu/kernel.cpp.jinja").render(template_values(context)))
     return KernelSource(
@@ -182,44 +134,73 @@ def emit_cpu(variant: Variant, plan: CpuPlan) -> KernelSource:
 
 
 def _context(variant: Variant, plan: CpuPlan, symbol: str) -> _Context:
-    spec = variant.spec
+    spec, kind, tangent = variant.spec, variant.kind, variant.tangent is not None
     placement = Placement(variant.proofs)
     by_key = placement.with_lanes(Level.COLUMN)
-    diagonals = bool(diagonal_values(variant))
-    pair = "a, u, x, r, c, d" if diagonals else "a, u, x, r, c"
-    pair_inputs = ", fg::VecF dot" + (", fg::VecF sqdist" if variant.uses_sqdist else "")
-    moved = moved_inputs(variant, "fg::VecF", pair_inputs)
     inputs: dict[str, str] = {}
-    linear = constant_factor(variant)
 
-    def hook(name: str, expr: Expr, declared: str = pair_inputs, comment: str = "") -> None:
+    def hook(name: str, expr: Expr, declared: str = _INPUTS, comment: str = "") -> None:
         placement.function(name, expr, comment)
         if name in _OF_KEYS:
             by_key.function(name, expr, comment)
-        inputs[name] = (", const Diagonals& d" if diagonals and name != "keep" else "") + declared
+        inputs[name] = _MOVED if "t_dot" in declared else declared
 
-    weights = variant.weights
+    weights, linear = variant.weights, constant_factor(variant)
+    factor = linear or 1.0
     exponent = in_base_2(variant.score) if weights.form.exponential else None
     bounded = exponent is not None and needs_no_maximum(exponent)
     if exponent is not None and bounded:
         hook("score", exponent, comment=f"The score in base 2: log2(e) · ({text(variant.score)})")
     elif linear is None:
         hook("score", variant.score, comment=f"The score: {text(variant.score)}")
-    sink_code = None if weights.sink is None else placement.value("sink", weights.sink, Level.ROW)
+    sink = None if weights.sink is None else placement.value("sink", weights.sink, Level.ROW)
     if weights.weight is not None:
         hook("weight", weights.weight, ", fg::VecF s")
         assert variant.weight_by_score is not None
         hook("weight_by_score", variant.weight_by_score, ", fg::VecF s", "∂weight/∂s")
     hook("keep", variant.keep_of_pairs, "", f"Kept pairs: {text(variant.keep_of_pairs)}")
-    sink_tangent = derivative_hooks(variant, placement, hook, "fg::VecF", pair_inputs)
-    chained = by_score(variant)
+    sink_tangent = derivative_hooks(variant, placement, hook, "fg::VecF", _INPUTS)
+    captured = tuple(dict.fromkeys(gradient.name for gradient in variant.gradients))
     gradients = tuple(
-        _gradient(each, label, placement, pair_terms(variant, each, label, hook, "fg::VecF", pair, moved))
+        _gradient(
+            each,
+            label,
+            captured.index(each.name),
+            placement,
+            pair_terms(variant, each, label, hook, "fg::VecF", _PAIR, _MOVED),
+        )
         for each, label in zip(variant.gradients, labels(variant.gradients), strict=True)
     )
     observed = tuple(observed_load(load, placement) for loads in observed_loads(variant.keep) for load in loads)
     keep_range = range_code(variant.keep, placement, {load.load: f"{load.struct}.{load.name}" for load in observed})
-    captured = tuple(dict.fromkeys(gradient.target for gradient in gradients))
+    rows, columns = (tuple(each for each in observed if each.struct == name) for name in ("rows", "columns"))
+    diagonals, lists = bool(diagonal_values(variant)), keeps_lists(variant)
+    has_forward, has_backward = not kind.backward_only, not kind.forward_only
+    is_slow = pair_work(variant, "forward", CPU_COSTS).specials > 1
+    flags = {
+        **{name: getattr(weights.form, name) for name in ("exponential", "normalised", "divided")},
+        "sink": sink is not None,
+        "linear": linear is not None and not bounded,
+        "bounded_scores": bounded,
+        "slow_scores": weights.form.exponential and not bounded and is_slow,
+        "sqdist": variant.uses_sqdist,
+        "diagonals": diagonals,
+        "chains": "chained" in by_score(variant),
+        "dropout": spec.dropout is not None,
+        "keep_everything": variant.keep_everything,
+        "keeps_lists": lists,
+        "trimmed": not variant.keep_everything and not lists,
+        "observed_rows": bool(rows),
+        "observed_columns": bool(columns),
+        "observed_by_head": any("h" in index_set(each.load) for each in columns),
+        "heads_are_alike": not (tangent or diagonals or lists) and _heads_are_alike(spec),
+        "tangent": tangent,
+        "moves_weight": variant.tangent is not None and variant.tangent.weight is not None,
+        "moves_sink": sink_tangent is not None,
+        "writes_f32": kind.parts,
+        "writes_f32_of_keys": kind.parts or kind.slices,
+    }
+    mode, headers = ("ForwardMode", ("forward_mode.h", "forward_mode_backward.h")) if tangent else ("", _PASSES)
     return _Context(
         name=spec.name,
         symbol=symbol,
@@ -227,68 +208,88 @@ def _context(variant: Variant, plan: CpuPlan, symbol: str) -> _Context:
         digest=spec_digest(spec)[:16],
         spec_lines=spec_lines(spec),
         formula=formula(variant),
+        results=weights.form.tangent if tangent else weights.form.gradient,
         head_dim=variant.head_dim,
         plan=plan,
-        primitives=(*(("philox.h",) if spec.dropout is not None else ()), *_PRIMITIVES),
-        parts=variant.kind.parts or variant.kind.slices,
-        written="F32" if variant.kind.parts else "a.element",
-        written_of_keys="F32" if variant.kind.parts or variant.kind.slices else "a.element",
-        head_rows=f"a.{HEAD_ROWS}" if variant.kind.slices else "a.q_len",
-        results=tuple(name for name, each in variant.kind.operands.items() if each.by_row),
-        first_pass="forward" if variant.tangent is None else "jvp",
-        last_pass="backward" if variant.tangent is None else "jvp_backward",
-        has_forward=not variant.kind.backward_only,
-        has_backward=not variant.kind.forward_only,
-        arguments=argument_fields(spec, variant.kind),
+        parts=kind.parts or kind.slices,
+        first_pass="jvp" if tangent else "forward",
+        last_pass="jvp_backward" if tangent else "backward",
+        forward=(mode or "Forward") + "Tile" if has_forward else None,
+        backward=f"{mode}BackwardTile" if has_backward else None,
+        passes=headers[not has_forward : 1 + has_backward],
+        sizes=(*(("BR", "BC") if has_forward else ()), *(("BACKWARD_BR", "BACKWARD_BC") if has_backward else ())),
+        arguments=argument_fields(spec, kind),
         hooks=placement.hooks(),
         hooks_by_key=by_key.hooks(),
         function_inputs=inputs,
-        keep_everything=variant.keep_everything,
-        masks=masks_apart(index_set(variant.keep)),
-        lists=_lists(variant.keep) if keeps_lists(variant) else (),
-        trimmed=not variant.keep_everything and not keeps_lists(variant),
+        flags=tuple(name for name, holds in flags.items() if holds),
+        factors=(
+            ("SCORE_FACTOR", c_literal(LOG2_E * factor)),
+            ("SCALE", c_literal(factor)),
+            ("MOST_GROWTH", c_literal(_MOST_GROWTH / (LOG2_E * factor))),
+        )
+        if weights.form.exponential
+        else (),
+        rules=tuple(_rules(variant, captured, sink, sink_tangent).items()),
         keep_range=keep_range,
-        observed_rows=tuple(each for each in observed if each.struct == "rows"),
-        observed_columns=tuple(each for each in observed if each.struct == "columns"),
-        heads_are_alike=variant.tangent is None
-        and not diagonals
-        and not keeps_lists(variant)
-        and _heads_are_alike(spec),
-        diagonals=diagonals,
-        pair=pair,
-        observed_by_head=any("h" in index_set(each.load) for each in observed if each.struct == "columns"),
-        weights=WeightCode(variant.weights.form),
-        linear=linear is not None and not bounded,
-        score_factor=c_literal(LOG2_E * (linear or 1.0)),
-        natural_factor=c_literal(linear or 1.0),
-        growth=c_literal(_MOST_GROWTH / (LOG2_E * (linear or 1.0))),
-        bounded_scores=bounded,
-        by_score=chained,
-        slow_scores=weights.form.exponential and not bounded and pair_work(variant, "forward", CPU_COSTS).specials > 1,
-        sqdist=variant.uses_sqdist,
-        dropout=spec.dropout is not None,
-        sink=sink_code,
-        tangent=variant.tangent is not None,
-        by_tangent=by_score(variant, "d_t_score"),
-        by_weight_tangent=by_score(variant, "d_t_weight"),
-        weight_tangent=variant.tangent is not None and variant.tangent.weight is not None,
-        sink_tangent=sink_tangent,
+        observed_rows=rows,
+        observed_columns=columns,
+        tangent=tangent,
         gradients=gradients,
-        row_gradients=tuple(each for each in gradients if each.sink_code or each.level == "row"),
-        params=tuple(
-            _Param(param_field(each.name), "float" if each.type is ScalarType.FLOAT else "int32_t")
-            for each in spec.params
+        numbers=(
+            *((("uint32_t", "dropout_threshold"), ("float", "dropout_scale")) if spec.dropout is not None else ()),
+            *(("float" if p.type is ScalarType.FLOAT else "int32_t", param_field(p.name)) for p in spec.params),
         ),
-        captured=captured,
-        captured_elements={gradient_field(name): code for name, code in _elements(variant).items()},
-        captured_owned={gradient_field(name): _owned_by_head(variant, name) for name in _elements(variant)},
     )
+
+
+def _rules(variant: Variant, captured: Sequence[str], sink: str | None, sink_tangent: str | None) -> dict[str, str]:
+    """Functions of the spec beside those of a pair, by their declarations: what each returns."""
+    form, code, kind = variant.weights.form, WeightCode(variant.weights.form), variant.kind
+    vector = "fg::VecF {}({})".format
+    arriving = "fg::VecF p, fg::VecF d_p, fg::VecF delta, fg::VecF inverse"
+    moving = f"{arriving}, fg::VecF moved, fg::VecF epsilon, fg::VecF t_p, fg::VecF d_t_weight"
+    row = "const Arguments& a, const Launch& u, const Head& x, const Row& r"
+    found = {"int64_t head_rows(const Arguments& a)": f"a.{HEAD_ROWS}" if kind.slices else "a.q_len"}
+    if form.normalised:
+        found |= {
+            vector("term", "fg::VecF w"): code.term("w"),
+            vector("denominator", "fg::VecF total"): code.denominator("total"),
+        }
+    found[vector("backward", arriving)] = code.backward("d_p")
+    if variant.tangent is not None:
+        found |= {
+            vector("tangent_backward", moving): code.tangent_backward("d_p"),
+            "constexpr int degree()": str(form.degree),
+        }
+        if form.normalised:
+            found[vector("share", "fg::VecF p, fg::VecF t_p")] = code.share("p", "t_p")
+    for name, at_row in (("sink_of", sink), ("sink_tangent_of", sink_tangent)):
+        if at_row is not None:
+            found[vector(name, row)] = f"fg::broadcast({at_row})"
+    if not variant.keep_everything:
+        masks = masks_apart(index_set(variant.keep))
+        found |= {
+            "int64_t masks_of(const Arguments& a)": masks.count,
+            "int64_t mask_of(const Arguments& a, int64_t b, int64_t h)": masks.number,
+            "int64_t batch_of_mask(const Arguments& a, int64_t mask)": masks.b,
+            "int64_t head_of_mask(const Arguments& a, int64_t mask)": masks.h,
+        }
+    if keeps_lists(variant):
+        parts = [f"double({each})" for each in _lists(variant.keep)]
+        declared = f"std::array<double, {len(parts)}> question_of(const Arguments& a, int tile_rows, int tile_columns)"
+        found[declared] = f"{{{{{', '.join(parts)}}}}}"
+    if captured:
+        values = [
+            f"{{a.{gradient_field(name)}, {_elements(variant, name)}, {_owned(variant, name)}}}" for name in captured
+        ]
+        found[f"std::array<fg::Captured, {len(values)}> captured(const Arguments& a)"] = f"{{{{{', '.join(values)}}}}}"
+    return found
 
 
 def _heads_are_alike(spec: AttentionSpec) -> bool:
     """Whether nothing that a row is computed from depends on its head."""
-    names = ("h", "hkv", "Hkv")
-    return not any(isinstance(node, Symbol) and node.name in names for node in walk(*spec.expressions))
+    return not any(isinstance(node, Symbol) and node.name in ("h", "hkv", "Hkv") for node in walk(*spec.expressions))
 
 
 def _lists(keep: Expr) -> tuple[str, ...]:
@@ -297,7 +298,9 @@ def _lists(keep: Expr) -> tuple[str, ...]:
     return ("tile_rows", "tile_columns", *(f"a.{name}" for name in fields))
 
 
-def _gradient(gradient: CapturedGradient, label: str, placement: Placement, pair_code: str | None) -> _Gradient:
+def _gradient(
+    gradient: CapturedGradient, label: str, captured: int, placement: Placement, pair_code: str | None
+) -> _Gradient:
     read = gradient.read
     sinks = []
     for arriving, name, part in (
@@ -307,37 +310,34 @@ def _gradient(gradient: CapturedGradient, label: str, placement: Placement, pair
         if part is not None:
             sinks.append(f"{arriving} * ({placement.value(name, part, Level.ROW)})")
     offset = placement.gradient_offset(read, gradient.level) if isinstance(read, Load) else "0"
+    of_vectors = gradient.level in (Level.PAIR, Level.DIAGONAL, Level.ROW)
+    code = (pair_code or "").replace("(INPUTS)", f"({_PAIR}, dot, sqdist)")
+    code = code.replace("(MOVED)", f"({_PAIR}, dot, sqdist, t_dot, t_norms)")
     return _Gradient(
+        name=f"Gradient_{label}",
         level=gradient.level.value,
-        target=gradient_field(gradient.name),
-        value=f"loss_by_{label}",
-        sum=f"sum_by_{label}",
-        total=f"total_by_{label}",
-        pair_code=pair_code,
+        captured=captured,
+        pair_code=code or None,
         sink_code=" + ".join(sinks) or None,
-        offset=offset,
+        added=f"fg::add_rows(to, n, value, {offset})" if of_vectors else f"fg::add(to, {offset}, value)",
         comment=f"∂L/∂{text(read)}",
     )
 
 
-def _elements(variant: Variant) -> dict[str, str]:
-    """The number of elements of each captured value with a gradient, as code."""
-    found: dict[str, str] = {}
-    for gradient in variant.gradients:
-        if isinstance(gradient.read, Load):
-            axes = range(len(gradient.read.indices))
-            found[gradient.name] = " * ".join(f"a.{dimension_field(gradient.name, axis)}" for axis in axes) or "1"
-        else:
-            found[gradient.name] = "int64_t(1)"
-    return found
+def _elements(variant: Variant, name: str) -> str:
+    """The number of elements of a captured value with a gradient, as code."""
+    read = next(gradient.read for gradient in variant.gradients if gradient.name == name)
+    axes = range(len(read.indices)) if isinstance(read, Load) else ()
+    return " * ".join(f"a.{dimension_field(name, axis)}" for axis in axes) or "1"
 
 
-def _owned_by_head(variant: Variant, name: str) -> bool:
+def _owned(variant: Variant, name: str) -> str:
     """Whether each element is read under one (b, key/value head) only: tasks of other heads never meet there."""
     reads = [gradient.read for gradient in variant.gradients if gradient.name == name]
-    return all(
+    owned = all(
         isinstance(read, Load)
         and any(text(each) == "b" for each in read.indices)
         and any(text(each) in ("h", "hkv") for each in read.indices)
         for read in reads
     )
+    return "true" if owned else "false"

@@ -1,7 +1,7 @@
 """What the CPU templates keep in cache, byte for byte, and what a tile costs beside its matrix products.
 
 In: a variant, a tile, the vector width. Out: bytes and an estimate. The buffers are those of
-``templates/cpu/forward.h.jinja`` and ``backward.h.jinja``; a test compares with the size of their ``Scratch``.
+``templates/include/flashgen/cpu/forward.h`` and ``backward.h``; a test compares with the size of their ``Scratch``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Stage 3, plan. In: a ``Cpu``, an element type, a shape, rows of a tile. Out: ``Products``. A kernel holds those that
 its compiler has instructions for, and chooses by the same rule: ``with_products`` of
-``templates/cpu/operands.h.jinja``.
+``templates/include/flashgen/cpu/products.h``.
 """
 
 from __future__ import annotations

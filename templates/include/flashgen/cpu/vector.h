@@ -93,25 +93,6 @@ FG_INLINE VecI load(const int32_t* p) { return *reinterpret_cast<const Unaligned
 FG_INLINE void store(float* p, VecF x) { *reinterpret_cast<UnalignedVecF*>(p) = x; }
 FG_INLINE void store(int32_t* p, VecI x) { *reinterpret_cast<UnalignedVecI*>(p) = x; }
 
-// The first n <= W elements; the other lanes are zero, and memory beyond p[n - 1] is not touched.
-FG_INLINE VecF load_lanes(const float* p, int n) {
-  if (n >= W) return load(p);
-  VecF x{};
-  std::memcpy(&x, p, sizeof(float) * static_cast<size_t>(n));
-  return x;
-}
-FG_INLINE VecI load_lanes(const int32_t* p, int n) {
-  if (n >= W) return load(p);
-  VecI x{};
-  std::memcpy(&x, p, sizeof(int32_t) * static_cast<size_t>(n));
-  return x;
-}
-// Writes the first n <= W lanes.
-FG_INLINE void store_lanes(float* p, VecF x, int n) {
-  if (n >= W) return store(p, x);
-  std::memcpy(p, &x, sizeof(float) * static_cast<size_t>(n));
-}
-
 // base[index] per lane. Every index must be valid: clamp first.
 template <class T> FG_INLINE typename VectorOf<T>::type gather(const T* base, VecI index) {
   static_assert(sizeof(T) == 4, "gather is for 32-bit elements; see convert.h for the others");

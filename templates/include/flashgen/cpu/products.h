@@ -1,14 +1,21 @@
-// ---- What is multiplied, and how it lies ---------------------------------------------------------------------------
+// What is multiplied, and how it lies.
+//
 // Both passes are written once, over any kind of products:
-//   VectorProducts          of float32, whatever the tensors hold. Numbers of the left operand are broadcast, so that it may lie
-//                           either way.
-//   PairProducts            in vectors, too, of bfloat16 tensors, with float32 sums: where a number would be, two neighbouring terms are.
-//   MatrixProducts<parts>   in matrix registers, of bfloat16 with float32 sums: of bfloat16 tensors as they are; of others as
-//                           sums of three, six products in the place of one.
-// A kind says in what multiples it works; what it makes of rows of K and V (Keys), of rows of Q and dO (Queries) and of the
-// scores of a tile (Scores), which are left and right operands; and multiplies: C (+)= left · right, C in float32, at once
-// or as a Later product, step by step beside other work.
-// Of a score tile keys are rows and query rows are lanes. It is computed a `strip` of vectors of rows at a time.
+//   VectorProducts          of float32, whatever the tensors hold. Numbers of the left operand are broadcast, so that
+//                           it may lie either way.
+//   PairProducts            in vectors, too, of bfloat16 tensors, with float32 sums: where a number would be, two
+//                           neighbouring terms are.
+//   MatrixProducts<parts>   in matrix registers, of bfloat16 with float32 sums: of bfloat16 tensors as they are; of
+//                           others as sums of three, six products in the place of one.
+// A kind says in what multiples it works; what it makes of rows of K and V (Keys), of rows of Q and dO (Queries) and of
+// the scores of a tile (Scores), which are left and right operands; and multiplies: C (+)= left · right, C in float32,
+// at once or as a Later product, step by step beside other work. Of a score tile keys are rows and query rows are
+// lanes. It is computed a `strip` of vectors of rows at a time.
+#pragma once
+#include <type_traits>
+#include "flashgen/cpu/visits.h"
+
+namespace {
 
 // What stands in for rows past the last: copies of it, so that no lane computes on junk, or zeros, which add nothing.
 enum class PastEnd { last_row, zeros };
@@ -18,12 +25,14 @@ struct Multiplied {
   fg::VecF first, second;
 };
 
-// O of a query tile, unnormalised, as rows: rows of V are added to it, so that a product of 16 rows is as fast as a wide one.
+// O of a query tile, unnormalised, as rows: rows of V are added to it, so that a product of 16 rows is as fast as a
+// wide one.
 template <int rows, int width> struct alignas(64) SumsInRows {
   static constexpr bool in_rows = true;
   static constexpr int ld = width;
 
-  // W neighbours of the numbers that the rows of a vector have, which are W times `width`; what goes with each of these, of a number of each row.
+  // W neighbours of the numbers that the rows of a vector have, which are W times `width`; what goes with each of
+  // these, of a number of each row.
   float* of(int vector, int d = 0) { return at + vector * W * ld + d * W; }
   static fg::VecF beside(const fg::VecF& of_rows, int d) { return fg::broadcast(of_rows[d * W / ld]); }
   // Its rows, to be read; to be written, and then taken.
@@ -61,12 +70,12 @@ template <int rows, int width> struct alignas(64) TransposedSums {
 // What both kinds in vectors have in common: Terms says what 32 bits of an operand hold.
 template <class Terms> struct ProductsOfVectors {
   struct Thread {};  // what a thread holds while it multiplies
-  // Which of the plan's sizes it works in.
-  static constexpr int tile(int of_numbers, int of_pairs, int /*of_bfloat16*/, int /*of_parts*/) { return Terms::terms > 1 ? of_pairs : of_numbers; }
-  static constexpr int key_multiple = MR;  // keys of a tile are padded to
-  static constexpr int trimmed_strip = W >= 16 ? 1 : 2;  // vectors of rows on the border of a mask, which meet some of a tile's keys
-  static constexpr int row_vectors = 1;    // query rows are computed in groups of this many vectors
-  static constexpr int fewest_rows = W;    // of a query tile that is cut for threads to share
+  // Of the plan's sizes, which are for numbers, pairs, bfloat16 and parts, the one that it works in.
+  static constexpr int tile(const int (&sizes)[4]) { return sizes[Terms::terms > 1 ? 1 : 0]; }
+  static constexpr int key_multiple = MR;                // keys of a tile are padded to
+  static constexpr int trimmed_strip = W >= 16 ? 1 : 2;  // vectors of rows on the border of a mask, at once
+  static constexpr int row_vectors = 1;                  // query rows are computed in groups of this many vectors
+  static constexpr int fewest_rows = W;                  // of a query tile that is cut for threads to share
   static constexpr int depth(int n) { return int(round_up(n, Terms::terms)); }  // how many terms a sum of n takes
 
   // Strides are of 32 bits.
@@ -78,36 +87,49 @@ template <class Terms> struct ProductsOfVectors {
     const float* at;
     int64_t ld;
   };
-  static void product(int M, int vectors, int K, Left a, Right b, float* c, int64_t ldc, fg::Begin begin, fg::Ahead& ahead) {
+  static void product(int M, int vectors, int K, Left a, Right b, float* c, int64_t ldc, fg::Begin begin,
+                      fg::Ahead& ahead) {
     fg::tile_product<Terms>(M, vectors, K / Terms::terms, a.at, a.row, a.column, b.at, b.ld, c, ldc, begin, ahead);
   }
   static int key_rows(int count) { return int(round_up(count, key_multiple)); }
   // The units that multiply are those that do the other work: nothing is gained by steps.
-  struct Later {
+  class Later {
+   public:
+    FG_INLINE Later(int M, int vectors, int K, Left a, Right b, float* c, int64_t ldc, fg::Begin begin,
+                    fg::Ahead& ahead)
+        : M_(M), vectors_(vectors), K_(K), a_(a), b_(b), c_(c), ldc_(ldc), begin_(begin), ahead_(ahead) {}
     int steps() const { return 0; }
     bool is_done() const { return true; }
     void step() {}
-    void finish() { product(M, vectors, K, a, b, c, ldc, begin, ahead); }
+    void finish() { product(M_, vectors_, K_, a_, b_, c_, ldc_, begin_, ahead_); }
 
-    int M, vectors, K;
-    Left a;
-    Right b;
-    float* c;
-    int64_t ldc;
-    fg::Begin begin;
-    fg::Ahead& ahead;
+   private:
+    int M_, vectors_, K_;
+    Left a_;
+    Right b_;
+    float* c_;
+    int64_t ldc_;
+    fg::Begin begin_;
+    fg::Ahead& ahead_;
   };
 
-  template <int rows, int width> using Sums = std::conditional_t<W >= 16, SumsInRows<rows, width>, TransposedSums<rows, width>>;
-  // O += P V, of vectors of rows first … first + vectors - 1, and `count` keys from `key` on.
-  template <class Values, class Weights, class O>
-  static Later values(int first, int vectors, int key, int count, const Values& v, const Weights& p, O& o, fg::Ahead& ahead) {
-    if constexpr (O::in_rows)
-      return {count > 0 ? vectors * W : 0, O::ld / W, depth(count), p.by_row(first, key), v.of_features(key), o.of(first), O::ld, fg::Begin::accumulate, ahead};
-    else
-      return {count > 0 && vectors > 0 ? DVP : 0, vectors, depth(count), v.by_feature(key), p.of_keys(first, key), o.of(first), O::ld, fg::Begin::accumulate, ahead};
-  }
+  template <int rows, int width> using Sums =
+      std::conditional_t<W >= 16, SumsInRows<rows, width>, TransposedSums<rows, width>>;
 };
+
+// O += P V of a strip, later.
+template <class Products, class Values, class Weights, class O>
+FG_INLINE typename Products::Later values_of_strip(const Strip& of, Values& v, Weights& p, O& o, fg::Ahead& ahead) {
+  using Later = typename Products::Later;
+  const int vectors = of.end - of.first, key = of.kept.first, count = of.kept.end - key;
+  const int depth = Products::depth(count);
+  if constexpr (O::in_rows)
+    return Later(count > 0 ? vectors * W : 0, O::ld / W, depth, p.by_row(of.first, key), v.of_features(key),
+                 o.of(of.first), O::ld, fg::Begin::accumulate, ahead);
+  else
+    return Later(count > 0 && vectors > 0 ? DVP : 0, vectors, depth, v.by_feature(key), p.of_keys(of.first, key),
+                 o.of(of.first), O::ld, fg::Begin::accumulate, ahead);
+}
 
 struct VectorProducts : ProductsOfVectors<fg::Numbers> {
   static constexpr bool have_few_rows = true;  // there is another way for these
@@ -169,7 +191,8 @@ struct VectorProducts : ProductsOfVectors<fg::Numbers> {
 #if FLASHGEN_MATRIX_PRODUCTS || FLASHGEN_PAIR_PRODUCTS
 // Rows of a head as left operand, their features being the terms. Returns whether no number is infinite.
 template <int parts, int width>
-FG_INLINE bool put_rows(const fg::NewImages& to, const HeadRows& from, int64_t first, int count, int padded, PastEnd past) {
+FG_INLINE bool put_rows(const fg::NewImages& to, const HeadRows& from, int64_t first, int count, int padded,
+                        PastEnd past) {
   constexpr int width_of_image = int(round_up(width, fg::matrix_depth));
   fg::VecF largest{};
   for (int row = 0; row < padded; ++row) {
@@ -188,9 +211,13 @@ FG_INLINE bool put_rows(const fg::NewImages& to, const HeadRows& from, int64_t f
   }
   return !fg::any(fg::eq(largest, fg::infinity));
 }
+// bfloat16 rows from `first` on, where they lie.
+inline fg::Images images_in_place(const HeadRows& from, int64_t first) {
+  const auto* const at = static_cast<const fg::bf16*>(from.at) + from.offset(first);
+  return {at, W * from.stride, fg::matrix_depth, 0, from.stride, true};
+}
 #endif
 
-{% if not tangent %}
 #if FLASHGEN_PAIR_PRODUCTS
 // Images without gaps are rows, or rows of pairs.
 struct PairProducts : ProductsOfVectors<fg::Pairs> {
@@ -200,7 +227,9 @@ struct PairProducts : ProductsOfVectors<fg::Pairs> {
   static constexpr int padded(int n) { return int(round_up(n, fg::matrix_depth)); }
   // Rows of `ld` bfloat16; and of pairs, `ld` pairs apart.
   static fg::NewImages rows_at(fg::bf16* at, int64_t ld) { return {at, W * ld, fg::matrix_depth, 0, ld, true}; }
-  static fg::NewImages pairs_at(float* at, int64_t ld) { return {reinterpret_cast<fg::bf16*>(at), 2 * W, fg::matrix_depth * ld, 0, 2 * ld, true}; }
+  static fg::NewImages pairs_at(float* at, int64_t ld) {
+    return {reinterpret_cast<fg::bf16*>(at), 2 * W, fg::matrix_depth * ld, 0, 2 * ld, true};
+  }
   static const float* as_pairs(const fg::bf16* at) { return reinterpret_cast<const float*>(at); }
 
   // Up to `most` rows of K or V; bfloat16 is multiplied where it lies, if pairs do.
@@ -209,10 +238,11 @@ struct PairProducts : ProductsOfVectors<fg::Pairs> {
 
     void load(const HeadRows& from, KeyRows keys) {
       const int count = key_rows(keys.count);
-      const fg::bf16* const at = static_cast<const fg::bf16*>(from.at) + from.offset(keys.first);
-      const bool is_whole = width % (features_first ? W : 2) == 0 && keys.count == count && from.is_run(keys.first, count);
-      if (from.element == BF16 && is_whole && reinterpret_cast<uintptr_t>(at) % 4 == 0 && from.stride % 2 == 0) {
-        rows = {at, W * from.stride, fg::matrix_depth, 0, from.stride, true};
+      const fg::Images own = images_in_place(from, keys.first);
+      const bool is_whole =
+          width % (features_first ? W : 2) == 0 && keys.count == count && from.is_run(keys.first, count);
+      if (from.element == BF16 && is_whole && reinterpret_cast<uintptr_t>(own.at) % 4 == 0 && from.stride % 2 == 0) {
+        rows = own;
       } else {
         rows = rows_at(copy, copy_ld);
         put_rows<1, width>(rows_at(copy, copy_ld), from, keys.first, keys.count, count, PastEnd::zeros);
@@ -231,12 +261,14 @@ struct PairProducts : ProductsOfVectors<fg::Pairs> {
 
   // Up to `most` rows of Q or dO.
   template <int most, int width, bool rows_first> struct alignas(64) Queries {
-    static constexpr int copy_ld = padded(width) + 2 * W, ld = int(round_up(round_up(width, W), MR)), turned_ld = most + W;
+    static constexpr int copy_ld = padded(width) + 2 * W, ld = int(round_up(round_up(width, W), MR)),
+                         turned_ld = most + W;
 
     void load(const HeadRows& from, int64_t first, int count, int rows_of_tile, PastEnd past) {
       put_rows<1, width>(rows_at(copy, copy_ld), from, first, count, rows_of_tile, past);
       fg::pair_columns<1>(pairs_at(turned, turned_ld), rows_at(copy, copy_ld), rows_of_tile, padded(width));
-      if (rows_first) fg::pair_rows<1>(pairs_at(rows, ld), rows_at(copy, copy_ld), rows_of_tile, int(round_up(width, W)));
+      if (rows_first)
+        fg::pair_rows<1>(pairs_at(rows, ld), rows_at(copy, copy_ld), rows_of_tile, int(round_up(width, W)));
     }
     Right by_feature(int vector) const { return {turned + vector * W, turned_ld}; }
     Right by_row(int vector) const { return {rows + vector * W / 2 * ld, ld}; }
@@ -246,7 +278,7 @@ struct PairProducts : ProductsOfVectors<fg::Pairs> {
     alignas(64) float rows[rows_first ? most / 2 * ld : 1];
   };
 
-  // Scores of up to `keys` by `rows`; then what they weigh: as right operand pairs in place of a score each, as left one rows of their own.
+  // Scores of up to `keys` by `rows`; then weights: as right operand pairs in place of scores, as left one rows.
   template <int keys, int rows, bool left, bool right> struct alignas(64) Scores {
     static constexpr int strip = rows / W;
     static constexpr int ld = rows + W, weights_ld = rows + 2 * W;
@@ -274,11 +306,11 @@ struct PairProducts : ProductsOfVectors<fg::Pairs> {
   };
 };
 #endif
-{% endif %}
+
 #if FLASHGEN_MATRIX_PRODUCTS
 template <int parts> struct MatrixProducts {
   using Thread = fg::MatrixRegisters;
-  static constexpr int tile(int /*of_numbers*/, int /*of_pairs*/, int of_bfloat16, int of_parts) { return parts == 1 ? of_bfloat16 : of_parts; }
+  static constexpr int tile(const int (&sizes)[4]) { return sizes[parts == 1 ? 2 : 3]; }
   static constexpr int key_multiple = fg::matrix_depth;
   static constexpr bool have_few_rows = false;
   static constexpr bool round = parts == 1;
@@ -290,7 +322,8 @@ template <int parts> struct MatrixProducts {
 
   using Left = fg::Images;
   using Right = fg::Images;
-  static void product(int M, int vectors, int K, Left a, Right b, float* c, int64_t ldc, fg::Begin begin, fg::Ahead& ahead) {
+  static void product(int M, int vectors, int K, Left a, Right b, float* c, int64_t ldc, fg::Begin begin,
+                      fg::Ahead& ahead) {
     fg::matrix_product<parts>(M, vectors, K, a, b, c, ldc, begin, ahead);
   }
   // Of one strip.
@@ -312,10 +345,6 @@ template <int parts> struct MatrixProducts {
   };
 
   template <int rows, int width> using Sums = TransposedSums<rows, width>;
-  template <class Values, class Weights, class O>
-  static Later values(int first, int vectors, int key, int count, Values& v, Weights& p, O& o, fg::Ahead& ahead) {
-    return {count > 0 && vectors > 0 ? DVP : 0, vectors, depth(count), v.by_feature(key), p.of_keys(first, key), o.of(first), O::ld, fg::Begin::accumulate, ahead};
-  }
 
   // Images in the order that products read them: of a block those of `terms`, of these the parts.
   static fg::NewImages in_order(fg::bf16* at, int terms, bool finite = true) {
@@ -328,8 +357,9 @@ template <int parts> struct MatrixProducts {
 
     void load(const HeadRows& from, KeyRows rows) {
       const int padded = depth(rows.count);
-      if (parts == 1 && from.element == BF16 && width == depth(width) && rows.count == padded && from.is_run(rows.first, rows.count)) {
-        keys = {static_cast<const fg::bf16*>(from.at) + from.offset(rows.first), W * from.stride, fg::matrix_depth, 0, from.stride, true};
+      if (parts == 1 && from.element == BF16 && width == depth(width) && rows.count == padded &&
+          from.is_run(rows.first, rows.count)) {
+        keys = images_in_place(from, rows.first);
       } else {
         fg::NewImages own = in_order(copy, width);
         own.finite = put_rows<parts, width>(own, from, rows.first, rows.count, padded, PastEnd::zeros);
@@ -364,11 +394,14 @@ template <int parts> struct MatrixProducts {
     bool finite;
   };
 
-  // Scores of two strips: one is multiplied while the other is weighed. So for weights as right operand; as left one there are all.
+  // Scores of two strips: one is multiplied while the other is weighed. As left operand there are all weights.
   template <int keys, int rows, bool left, bool right> struct alignas(64) Scores {
-    static constexpr int strip = row_vectors, ld = strip * W, size = depth(keys) * depth(rows), strip_size = depth(keys) * ld;
+    static constexpr int strip = row_vectors, ld = strip * W, size = depth(keys) * depth(rows),
+                         strip_size = depth(keys) * ld;
 
-    float* of(int vector, int /*first_key*/ = 0) { return scores + vector / strip % 2 * strip_size + vector % strip * W; }
+    float* of(int vector, int /*first_key*/ = 0) {
+      return scores + vector / strip % 2 * strip_size + vector % strip * W;
+    }
     Multiplied put(int64_t key, int vector, fg::VecF x, fg::VecF y) {
       fg::VecU low[parts], high[parts];
       fg::split(x, low);
@@ -394,9 +427,15 @@ template <int parts> struct MatrixProducts {
       }
     }
     // Both lie so that keys follow one another.
-    Left by_key(int vector) { return {weights + vector / strip * strip_size, fg::image, strip_size, size, fg::image_row, true}; }
-    Right of_keys(int vector, int /*first_key*/ = 0) { return {pairs_of(vector), depth(keys) * W, fg::image, strip_size, fg::image_row, true}; }
-    fg::bf16* pairs_of(int vector) { return pairs + vector / strip % 2 * (parts * strip_size) + vector % strip * (depth(keys) * W); }
+    Left by_key(int vector) {
+      return {weights + vector / strip * strip_size, fg::image, strip_size, size, fg::image_row, true};
+    }
+    Right of_keys(int vector, int /*first_key*/ = 0) {
+      return {pairs_of(vector), depth(keys) * W, fg::image, strip_size, fg::image_row, true};
+    }
+    fg::bf16* pairs_of(int vector) {
+      return pairs + vector / strip % 2 * (parts * strip_size) + vector % strip * (depth(keys) * W);
+    }
 
     float scores[2 * strip_size];
     alignas(64) fg::bf16 pairs[right ? 2 * parts * strip_size : 1];
@@ -404,21 +443,6 @@ template <int parts> struct MatrixProducts {
   };
 };
 #endif
-
-// What is computed of a visit: vectors of rows first … last - 1, in whole groups. Rows that join a visit to fill one up are
-// past the last row or keep nothing, which the mask has to say.
-struct Computed {
-  int first, last;
-  bool masked;
-
-  // Of the strip that begins with vector n.
-  int end_of_strip(int n, int strip) const { return std::min(last, (n / strip + 1) * strip); }
-};
-template <class Products> inline Computed computed(const Visit& visit) {
-  const int first = visit.first / Products::row_vectors * Products::row_vectors;
-  const int last = int(round_up(visit.last, Products::row_vectors));
-  return {first, last, visit.masked || first < visit.first || last > visit.last};
-}
 
 // `count` later products, one after the other.
 template <class Later, int count> struct InTurn {
@@ -455,25 +479,26 @@ template <class Later> class Spread {
   int due_ = 0;
 };
 
-// pass(products) with the kind that these arguments go with. K and V are laid out in parts for each tile of `tile_rows` query rows,
-// which a short call does not repay, nor a low tile (measured: from 160 rows of a call and 128 of a tile on). Threads have no
-// say: they change no bit.
+// pass(products) with the kind that these arguments go with. K and V are laid out in parts for each tile of `tile_rows`
+// query rows, which a short call does not repay, nor a low tile (measured: from 160 rows of a call and 128 of a tile
+// on). Threads have no say: they change no bit.
 #ifndef FLASHGEN_FEWEST_ROWS
 #define FLASHGEN_FEWEST_ROWS 160
 #endif
 template <class Pass>
 inline auto with_products([[maybe_unused]] const Arguments& a, [[maybe_unused]] int tile_rows, const Pass& pass) {
 #if FLASHGEN_MATRIX_PRODUCTS
-{%- if not tangent %}
-  if (fg::has_matrix_registers() && a.element == BF16 && !are_few(a, a.q_len)) return pass(MatrixProducts<1>());
-{%- endif %}
-  const bool is_repaid = {{ "" if tangent else "a.element != BF16 && " }}a.q_len >= FLASHGEN_FEWEST_ROWS && 5 * tile_rows >= 4 * FLASHGEN_FEWEST_ROWS;
-  if (fg::has_matrix_registers() && is_repaid) return pass(MatrixProducts<3>());
+  const bool fits = fg::has_matrix_registers();
+  if constexpr (!Spec::tangent)
+    if (fits && a.element == BF16 && !are_few(a, a.q_len)) return pass(MatrixProducts<1>());
+  const bool is_repaid = a.q_len >= FLASHGEN_FEWEST_ROWS && 5 * tile_rows >= 4 * FLASHGEN_FEWEST_ROWS;
+  if (fits && (Spec::tangent || a.element != BF16) && is_repaid) return pass(MatrixProducts<3>());
 #endif
-{%- if not tangent %}
 #if FLASHGEN_PAIR_PRODUCTS
-  if (a.element == BF16 && !are_few(a, a.q_len)) return pass(PairProducts());
+  if constexpr (!Spec::tangent)
+    if (a.element == BF16 && !are_few(a, a.q_len)) return pass(PairProducts());
 #endif
-{%- endif %}
   return pass(VectorProducts());
 }
+
+}  // namespace
