@@ -13,7 +13,7 @@ from flashgen.hosts.emulator import EmulatorError, FaultKind
 from flashgen.kinds.cached import CACHED
 from flashgen.kinds.ragged import RAGGED
 from flashgen.language import parse_text
-from flashgen.targets.gpu import rules
+from flashgen.targets.gpu import model
 from flashgen.targets.gpu.recipe import decide
 from tests.cuda.hopper import changed, hopper, random
 
@@ -53,14 +53,14 @@ def test_where(text: str, expected: bool) -> None:
 @pytest.mark.parametrize("limit", [1, 1_700_000, 20_000_000])
 def test_every_tile_once(limit: int, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of one head, of three and four, and one of all; forward, and backward with nine key tiles."""
-    monkeypatch.setattr(rules, "LONG_TILES", replace(rules.LONG_TILES, limit=limit))
+    monkeypatch.setattr(model, "CACHE_OF_GROUPS", limit)
     check(CAUSAL.format(128, 0.1 + 0.001 * len(str(limit))), heads)
 
 
 @pytest.mark.parametrize("limit", [pytest.param(1, marks=pytest.mark.slow), 2_300_000])
 def test_every_tile_of_shared_pairs_once(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups of one head, and of two and three, each with its batch entries."""
-    monkeypatch.setattr(rules, "LONG_TILES", replace(rules.LONG_TILES, limit=limit))
+    monkeypatch.setattr(model, "CACHE_OF_GROUPS", limit)
     check(SHARED.format(0.1 + 0.001 * len(str(limit))), (10, 5), bias=random(10, 300, 1100, seed=4))
 
 
@@ -90,7 +90,7 @@ def check(text: str, heads: tuple[int, int], **captured: torch.Tensor) -> None:
 )
 def test_tiles_of_others(text: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two blocks that take one tile, of another group or batch entry, are seen."""
-    monkeypatch.setattr(rules, "LONG_TILES", replace(rules.LONG_TILES, limit=400_000))
+    monkeypatch.setattr(model, "CACHE_OF_GROUPS", 400_000)
     new = "(own - tile * heads)" if "own" in place else ""
     op = changed(f"planted_groups_{len(place)}", text, "forward", place, new)
     q, k, v = random(2, 7, 300, 128, seed=0), random(2, 7, 410, 128, seed=1), random(2, 7, 410, 128, seed=2)

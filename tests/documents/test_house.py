@@ -17,14 +17,14 @@ import pytest
 from tests.conftest import ROOT
 
 BUDGET = {
-    "lines of the package": 57_842,
+    "lines of the package": 57_844,
     "lines of templates": 24_661,
     "Jinja statements": 1_455,
     "lines of generated packages": 14_213,
     "calls of decide": 1,
     "modules at the top level": 3,
     "lines of the longest module": 450,
-    "words of documentation": 49_872,
+    "words of documentation": 49_917,
 }
 COMMITTED = ("alibi",)
 WITH_PAGES = ("docs", "flashgen", "specs", "tests", "tools")

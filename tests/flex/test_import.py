@@ -58,7 +58,7 @@ def test_the_spec_is_printed_and_checks(folder: Path) -> None:
         ("mods_of_mine:anything", "any number of arguments", 2),
         ("mods_of_mine:WINDOW", "not a function", 2),
         ("torch:relu", "arguments", 2),
-        ("math:sin", "takes 1 arguments", 2),
+        ("math:sin", "takes 1 argument;", 2),
     ],
 )
 def test_mistakes_are_explained(

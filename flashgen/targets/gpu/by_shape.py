@@ -100,6 +100,8 @@ def _rivals_of_pass(recipe: Recipe, gpu: Gpu, own: ElementPlan, name: str) -> tu
 
     others = {tile_of(plan, name): plan for plan in gpu_candidates(recipe, gpu, own, name)}
     others.pop(tile_of(own, name), None)
+    if recipe.variant.kind.ragged:  # each block finds its sequences: two others hide that, one does not
+        others = {tile: plan for tile, plan in others.items() if getattr(plan, name).blocks > 2}
     found: dict[Tile, Rival] = {}
     for shape in PROBES if others else ():
         tile = min(others, key=lambda each: seconds(others[each], shape))
