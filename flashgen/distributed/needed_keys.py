@@ -35,7 +35,7 @@ class QueryRun:
 class NeededKeys:
     """The keys that every rank needs of every other, as spans of positions.
 
-    ``keys[rank][source]`` are the ascending spans that ``rank`` needs of those that ``source`` holds.
+    ``keys[rank][source]`` are the ascending spans of the positions that ``source`` holds and ``rank`` needs.
     ``query_runs[rank]`` divides each span of the rank's queries into runs, with the keys that they see.
     """
 

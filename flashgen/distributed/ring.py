@@ -61,7 +61,7 @@ class _Forward:
         q, k, v = tensors[:3]
         self.exchange = KeyExchange(walk.plan, walk.group, k, v)
         self.closed = walk.partial.room(q, v)
-        self._seen: dict[int, PartialRows] = {}  # by segment, of those that several calls compute
+        self._seen: dict[int, PartialRows] = {}  # by the segments that several calls compute
 
     def run(self) -> list[RoundKeys | None]:
         """Compute all rounds; returns the keys of each.
@@ -168,7 +168,7 @@ class _Backward:
         self.form = KeyRowLayout.of(k, v, together=all(of.is_whole for of in walk.plan.segments))
         self.sums: dict[int, Tensor] = {}
         self._d_q = q.new_empty_strided(*layout_like(q, q.shape))
-        self._d_q_parts: dict[int, GradientSum] = {}  # by segment, of those that several calls compute
+        self._d_q_parts: dict[int, GradientSum] = {}  # by the segments that several calls compute
         self._d_keys = GradientSum(k.shape[2])
         self._learned = [n for n in range(3, len(needs)) if needs[n]]
         self._wide_o: dict[Span, Tensor] = {}

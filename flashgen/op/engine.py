@@ -131,7 +131,7 @@ class Engine(Formula):
         return self, tensors
 
     def runs_instead(self, tensors: Tensors, rest: Rest) -> str:  # noqa: ARG002 - subclasses look at it
-        """The kernels that run instead of those that ``resolved`` leads to, in words; empty where these run."""
+        """In words, which kernels run in the place of the kernels that ``resolved`` leads to; empty: no others do."""
         return ""
 
     def has_kernel(self, q: Tensor, v: Tensor) -> bool:

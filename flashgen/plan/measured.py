@@ -18,7 +18,8 @@ PASSES = ("forward", "backward")
 _REACH = 2  # doublings of a size over which what was measured at one says something of another
 
 
-def _counted(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """``1 stage``, ``2 stages``."""
     return f"{number} {what}{'s' if number > 1 else ''}"
 
 
@@ -32,8 +33,8 @@ class Tile:
     stages: int | None = None
 
     def __str__(self) -> str:
-        warps = f" by {_counted(self.warps, 'warp')}" if self.warps else ""
-        stages = f", {_counted(self.stages, 'stage')}" if self.stages else ""
+        warps = f" by {counted(self.warps, 'warp')}" if self.warps else ""
+        stages = f", {counted(self.stages, 'stage')}" if self.stages else ""
         return f"{self.Br} × {self.Bc}{warps}{stages}"
 
 

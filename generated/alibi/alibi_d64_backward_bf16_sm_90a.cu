@@ -389,8 +389,8 @@ constexpr int DP = 64, DVP = 64;
 template <class T> struct BackwardPlan;
 template <> struct BackwardPlan<fg::bfloat_t> {
   static constexpr int BR = 128, BC = 128, warps = 8, stages = 2, split = 1, s_columns = 64, warpgroups = 1,
-      producers = 4, blocks = 1, threads = 384, cluster = 1, tensor_copies = 1, pairs_staged = 0, dq_sent = 0,
-      persistent = 0, registers = 240, producer_registers = 24, dq_column_groups = 1, stores_whole = 0, takes_turns = 0;
+      producers = 4, blocks = 1, threads = 384, cluster = 1, tensor_copies = 1, pairs_staged = 0, persistent = 0,
+      registers = 240, producer_registers = 24, dq_column_groups = 1, stores_whole = 0, takes_turns = 0;
 };
 // The plan of dQ, where it has a kernel of its own.
 template <class T> struct QueryPlan;

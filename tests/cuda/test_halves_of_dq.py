@@ -58,7 +58,7 @@ def test_smaller_head_dimensions_have_nothing_of_it(head_dim: int) -> None:
     variant = variant_of(f"attention a {{ dtype bf16  head_dim {head_dim}  mask causal }}")
     source = emit_cuda(TARGET.plan(variant))
     assert "Half" not in source.whole
-    assert source.whole.count("dq_sent") == source.whole.count("dq_sent = 0") == 1, "the plan's constant alone"
+    assert "dq_sent" not in source.whole
 
 
 def test_sequences_have_other_kernels() -> None:

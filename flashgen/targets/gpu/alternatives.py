@@ -17,7 +17,7 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.spec import Schedule
 from flashgen.ir.types import ElementType
 from flashgen.plan.alternatives import MOST, RunnerUp, runner_up
-from flashgen.plan.measured import Pins, Tile
+from flashgen.plan.measured import Pins, Tile, counted
 from flashgen.targets.gpu.cost import pass_time
 from flashgen.targets.gpu.plan import plan_gpu
 from flashgen.targets.gpu.product import Gpu
@@ -64,7 +64,7 @@ def gpu_runners_up(recipe: Recipe, tiles: ElementPlan, gpu: Gpu, shape: Shape, n
     found = []
     for other in others[:MOST]:
         tile = other.passes[name]
-        what = f"{tile.multipliers}, {tile.stages} stage{'s' * (tile.stages > 1)}, {tile.sram_bytes / 1024:.0f} KiB"
+        what = f"{tile.multipliers}, {counted(tile.stages, 'stage')}, {tile.sram_bytes / 1024:.0f} KiB"
         found.append(runner_up(tile, what, pass_time(recipe, other, gpu, shape, name), chosen))
     return tuple(sorted(found, key=lambda each: each.seconds))
 

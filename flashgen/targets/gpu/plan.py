@@ -14,6 +14,7 @@ from typing import Any
 from flashgen.analysis.variant import Variant
 from flashgen.diagnostics import Diagnostic, Span, SpecError
 from flashgen.ir.types import ElementType
+from flashgen.plan.measured import counted
 from flashgen.plan.plan import Rejection, Spill, kib
 from flashgen.plan.recipe import Decision
 from flashgen.targets.gpu.architecture import Architecture
@@ -129,7 +130,7 @@ def _plan_element(
 
 
 def _describe(choice: Schedule) -> str:
-    return f"{choice.Br} × {choice.Bc} by {choice.multipliers}, {choice.stages} stage{'s' * (choice.stages > 1)}"
+    return f"{choice.Br} × {choice.Bc} by {choice.multipliers}, {counted(choice.stages, 'stage')}"
 
 
 def _pinned(variant: Variant) -> Span | None:

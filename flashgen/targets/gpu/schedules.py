@@ -14,6 +14,7 @@ from typing import TypeAlias
 from flashgen.analysis.selection import selected
 from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
+from flashgen.plan.measured import counted
 from flashgen.plan.plan import Tiles
 from flashgen.targets.gpu import model
 from flashgen.targets.gpu.model import padded
@@ -71,8 +72,7 @@ class Schedule(Tiles):
     @property
     def multipliers(self) -> str:
         """``3 warpgroups``, ``4 warps``."""
-        count, what = (self.warps // 4, "warpgroup") if self.warpgroups else (self.warps, "warp")
-        return f"{count} {what}{'s' * (count > 1)}"
+        return counted(self.warps // 4, "warpgroup") if self.warpgroups else counted(self.warps, "warp")
 
     @property
     def rows(self) -> int:

@@ -32,7 +32,7 @@ from flashgen.targets.gpu.tiles import GpuPlan
 # What templates ask of a schedule: of every one, forward, and of dK and dV.
 _OF_SCHEDULES = ("warps", "stages", "split", "s_columns", "warpgroups", "producers", "blocks", "threads")
 _OF_FORWARD = ("cluster", "tensor_copies", "pairs_staged", "q_in_registers", "overlaps_next", "q_places")
-_OF_BACKWARD = ("cluster", "tensor_copies", "pairs_staged", "dq_sent", "persistent")
+_OF_BACKWARD = ("cluster", "tensor_copies", "pairs_staged", "persistent")
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ def forward_code(plan: GpuPlan) -> ForwardCode:
     if variant.uses_sqdist and tiles.producers:
         more |= {"measurers": MEASURERS}
     wide = padded(variant.head_dim.v) > MOST_COLUMNS
+    across = "product_of_turned" if variant.kind.f8 else "wide_across" if wide else "product_across"
     layouts = {C_TYPES[element]: forward_layout(recipe, element, tiles)}
     return ForwardCode(
         tiles=tiles,
@@ -119,11 +120,7 @@ def forward_code(plan: GpuPlan) -> ForwardCode:
         memory=printed("ForwardMemory", "Where blocks of the forward pass have what, in bytes.", "class T", layouts),
         shows_columns=bool(recipe.observed_columns) and tiles.tensor_copies,
         wide=wide,
-        across="start_product_of_turned"
-        if variant.kind.f8
-        else "start_wide_across"
-        if wide
-        else "start_product_across",
+        across=f"start_{across}",
     )
 
 
@@ -139,9 +136,10 @@ def backward_code(plan: GpuPlan) -> BackwardCode:
         "stores_whole": bool(tiles.stored_whole(recipe)),
         "takes_turns": tiles.takes_turns(recipe),
     }
+    names = (*_OF_BACKWARD, "dq_sent") if tiles.halves_dq else _OF_BACKWARD
     return BackwardCode(
         tiles=tiles,
-        constants=Constants("BackwardPlan", "The plan of dK and dV.", _constants(tiles, _OF_BACKWARD, more)),
+        constants=Constants("BackwardPlan", "The plan of dK and dV.", _constants(tiles, names, more)),
         memory=printed("BackwardMemory", "The same for dK and dV.", "class T, bool atomic", layouts),
         row_words=row_words(recipe).places("RowWords"),
         persistent=recipe.one_pass and tiles.persistent,
