@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from flashgen.ir.spec import HeadDim
 from flashgen.store.headers import Headers, in_one
 
-PARTS = ("forward", "backward", "ragged")
+PARTS = ("forward", "backward", "ragged_forward", "ragged_backward")
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class KernelSource:
         """The text with its headers in the place of their includes."""
         return in_one(self.file_name, self.text, self.headers)
 
-    def of_part(self, part: str) -> KernelSource:
-        """The same for a CPU's library that has one of ``PARTS`` alone."""
+    def of_part(self, part: str, products: int = 0) -> KernelSource:
+        """The same for a library of one of ``PARTS`` alone, and of calls that multiply in one way (``Products``)."""
         stem, _, suffix = self.file_name.rpartition(".")
-        defines = (*self.defines, ("FLASHGEN_PART", str(1 + PARTS.index(part))))
-        return replace(self, file_name=f"{stem}_{part}.{suffix}", defines=defines)
+        only = (("FLASHGEN_PART", str(1 + PARTS.index(part))), ("FLASHGEN_PRODUCTS", str(products)))
+        return replace(self, file_name=f"{stem}_{part}.{suffix}", defines=(*self.defines, *only))

@@ -50,7 +50,7 @@ def providers(
     own: Providers = {"cuda": cuda_provider(spec, package)}
     if backend == "cuda":
         return own
-    return {"cpu": cpu_provider(spec, texts, package, at_once=not cuda.is_there()), **own}
+    return {"cpu": cpu_provider(spec, texts, package, warns=not cuda.is_there()), **own}
 
 
 def deferred(spec: AttentionSpec, backend: str | None, target: str = EMULATED) -> Providers:

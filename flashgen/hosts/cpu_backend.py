@@ -23,12 +23,14 @@ from flashgen.hosts.explained_call import ExplainedCall
 from flashgen.hosts.kernel import ArgumentLayout, call_of
 from flashgen.hosts.library import Find, Functions, LibraryKernel, functions_of
 from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.kinds.dense import DENSE
 from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
 from flashgen.kinds.kind import Kind
 from flashgen.plan.arguments import argument_fields
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import PLANNERS_OWN, Pins
 from flashgen.targets.cpu.device import local_cpu
+from flashgen.targets.cpu.products import FEWEST_ROWS
 from flashgen.targets.cpu.target import CpuTarget
 from flashgen.targets.cpu.tiles import CpuPlan
 from flashgen.toolchains.cpp import Binary, CompileFailed, CompilerMissing, compile_sources, find_compiler
@@ -37,25 +39,26 @@ if TYPE_CHECKING:
     from flashgen.compiler.package.cpu import Library
     from flashgen.compiler.package.manifest import Manifest
 
+    Brought = Mapping[HeadDim, Library]
+
 CPU_TANGENTS = ("all that the others take", "all that the others take")
 # Libraries of tangents: the function of each, and what it computes.
 _TANGENTS: Mapping[Kind, tuple[str, Callable[[Variant], Variant]]] = {
     FORWARD_MODE: ("jvp", with_tangent),
     FORWARD_MODE_BACKWARD: ("jvp_backward", with_slopes),
 }
-# The functions of a library that has a part alone.
-_NAMES = {"forward": ("forward",), "backward": ("backward",), "ragged": ("ragged_forward", "ragged_backward")}
 
 # The sources of a package for CPUs, by head dimension, without macros.
 Texts = Mapping[HeadDim, KernelSource]
+Build = Callable[[KernelSource], Path]
 # A generated package: its folder, and what it says of itself.
 Package = tuple[Path, "Manifest"]
 
 
 def cpu_provider(
-    spec: AttentionSpec, texts: Texts | None = None, package: Package | None = None, *, at_once: bool = True
+    spec: AttentionSpec, texts: Texts | None = None, package: Package | None = None, *, warns: bool = True
 ) -> CpuProvider | None:
-    """Shared libraries; without a compiler those of a package, else None, with a warning."""
+    """Shared libraries; without a compiler those of a package, else None, and unless not ``warns`` a warning."""
     try:
         find_compiler()
     except CompilerMissing as error:
@@ -65,31 +68,34 @@ def cpu_provider(
 
             try:
                 provider = CpuProvider(spec, texts, libraries(*package, spec))
-                provider.kernels()
+                for each in spec.head_dims:
+                    provider.library(each, DENSE, PLANNERS_OWN, "forward", 0)
             except (NoLibrary, CompileFailed, OSError) as other:
                 why = f"{error} Nor does a library of the package run here: {other}"
             else:
                 return provider
-        if at_once:
+        if warns:
             warnings.warn(f"'{spec.name}' runs on the tiled PyTorch reference, which is slow: {why}", stacklevel=6)
         return None
-    provider = CpuProvider(spec, texts)
-    if at_once:
-        provider.kernels()
-    return provider
+    return CpuProvider(spec, texts)
+
+
+def _compiled(source: KernelSource) -> Path:
+    (binary,) = compile_sources([source])
+    return binary.path
 
 
 class CpuProvider:
-    """Shared libraries for the CPU at hand, one a head dimension, and one more where a tuned class has other tiles.
+    """Shared libraries for the CPU at hand: one for each pass of a head dimension and way to multiply that calls take.
 
     ``texts`` are the sources of a package, which are compiled as they stand. ``brought`` are its libraries, which run
-    as they are where nothing can be compiled: these tiles, whatever was tuned, and no forward mode.
+    as they are where nothing can be compiled: these tiles, whatever was tuned, and no forward mode. ``build`` compiles.
     """
 
     def __init__(
-        self, spec: AttentionSpec, texts: Texts | None = None, brought: Mapping[HeadDim, Library] | None = None
+        self, spec: AttentionSpec, texts: Texts | None = None, brought: Brought | None = None, build: Build = _compiled
     ) -> None:
-        self.spec, self._texts, self._brought = spec, texts, brought
+        self.spec, self._texts, self._brought, self._build = spec, texts, brought, build
         self.takes_tangents = CPU_TANGENTS if brought is None else ("", "")
         self.device = local_cpu()
         self.target = CpuTarget(self.device)
@@ -139,54 +145,43 @@ class CpuProvider:
         return replace(found, jvp=forward, jvp_backward=backward)
 
     def _kernels(self) -> Mapping[HeadDim, LibraryKernel]:
-        """By head dimension; what a first call runs is compiled side by side."""
-        first = "forward" if self._texts is None else ""
-        if self._brought is None:
-            compile_sources([each.of_part(first) if first else each for each in self.sources()])
-        for head_dim, choices in self.choices.items():
-            self.library(head_dim, choices.usual(), first)
-        fields = argument_fields(self.spec)
+        """By head dimension. What is compiled is compiled when a call first needs it."""
         return {
             each: LibraryKernel(
-                ArgumentLayout(fields),
-                functools.partial(self._find, each),
+                ArgumentLayout(argument_fields(self.spec)),
+                functools.partial(self._find, each, DENSE),
                 other=functools.partial(self._other, each),
             )
             for each in self.choices
         }
 
-    def _find(self, head_dim: HeadDim, name: str, values: Mapping[str, float]) -> Functions:
+    def _find(self, head_dim: HeadDim, kind: Kind, name: str, values: Mapping[str, float]) -> Functions:
         """What a call runs, with the tiles that were tuned for calls like it."""
-        choices, part = self.choices[head_dim], name.partition("_")[0] if self._texts is None else ""
-        pins = choices.of_call(*call_of(values)) if choices.tunings else choices.usual()
-        return self.library(head_dim, pins, part)(name, values)
+        element, shape = call_of(values)
+        choices = self.choices[head_dim]
+        pins = choices.of_call(element, shape) if choices.tunings and kind is DENSE else choices.usual()
+        ragged, _, of_pass = name.rpartition("_")
+        like = replace(shape, q_len=FEWEST_ROWS) if ragged else shape  # some of the sequences may be so long
+        products, _ = self.plan(head_dim, pins).of_call(self.device, element, like)[of_pass]
+        return self.library(head_dim, kind, pins, name, products.library)(name, values)
 
-    def _library(self, head_dim: HeadDim, pins: Pins, part: str) -> Find:
-        """The forward pass, the backward pass and ragged batches are libraries, compiled when they are first needed.
-
-        Texts of a package may be older or edited, and are compiled whole, as ``part`` "".
-        """
-        source = self.source(head_dim, pins)
+    def _library(self, head_dim: HeadDim, kind: Kind, pins: Pins, part: str, products: int) -> Find:
+        """One pass, of calls that multiply in one way; of a package that brings its library, this one."""
+        variant = replace(self.choices[head_dim].variant, kind=kind)
+        source = self.source(head_dim, pins) if kind is DENSE else compiled(variant, self.target, pins).source
         if self._brought is not None:
             return functions_of(self._brought[head_dim].path, source.symbol)
-        return functions_of(_compiled(source.of_part(part) if part else source), source.symbol, _NAMES.get(part, ()))
+        return functions_of(self._build(source.of_part(part, products)), source.symbol, (part,))
 
     def _of_kind(self, head_dim: HeadDim, kind: Kind) -> LibraryKernel | None:
-        """Another library, with the usual tiles, or with the planner's own of tangents; what a text says that may have
-        been edited, no other library does.
-        """
-        variant, pins, only = self.choices[head_dim].variant, self.choices[head_dim].usual(), ""
+        """With the usual tiles; tangents with the planner's own. A package, whose text may be edited, has no other."""
+        variant = self.choices[head_dim].variant
         if kind in _TANGENTS:
             only, with_tangents = _TANGENTS[kind]
-            variant, pins = with_tangents(variant), PLANNERS_OWN
-        elif kind.on_cpus and self._texts is None:
-            variant = replace(variant, kind=kind)
-        else:
+            variant = with_tangents(variant)
+            source, fields = compiled(variant, self.target).source, argument_fields(variant.spec, variant.kind)
+            return LibraryKernel.load(self._build(source), source.symbol, fields, only)
+        if not kind.on_cpus or self._texts is not None:
             return None
-        source, fields = compiled(variant, self.target, pins).source, argument_fields(variant.spec, variant.kind)
-        return LibraryKernel.load(_compiled(source), source.symbol, fields, only)
-
-
-def _compiled(source: KernelSource) -> Path:
-    (binary,) = compile_sources([source])
-    return binary.path
+        layout = ArgumentLayout(argument_fields(variant.spec, kind))
+        return LibraryKernel(layout, functools.partial(self._find, head_dim, kind))

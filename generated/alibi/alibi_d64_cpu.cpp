@@ -101,9 +101,11 @@
 #define FLASHGEN_SPLIT_BACKWARD_BC 32
 #endif
 
-// What the library has: 0: everything, 1: the forward pass, 2: the backward pass, 3: ragged batches.
-#ifndef FLASHGEN_PART
-#define FLASHGEN_PART 0
+// What the library has. FLASHGEN_PART, undefined: every pass; 1 and 2: forward and backward; 3 and 4: of ragged
+// batches. FLASHGEN_PRODUCTS, 0: for every call; 1: that multiplies numbers in vectors; 2: of bfloat16; 3: numbers in
+// parts.
+#ifndef FLASHGEN_PRODUCTS
+#define FLASHGEN_PRODUCTS 0
 #endif
 
 #include "flashgen/cpu/spec.h"
@@ -382,7 +384,7 @@ struct Spec : fg::AnySpec {
 
 template <class Products> using ForwardPass = Forward<Spec, ForwardTile<Spec, Products>>;
 
-#if FLASHGEN_PART == 0 || FLASHGEN_PART == 1
+#if !FLASHGEN_PART || FLASHGEN_PART == 1
 extern "C" int64_t alibi_d64_forward_workspace(const Arguments* a) {
   return with_products(*a, Plan::BR[3], [&](auto products) {
     return ForwardPass<decltype(products)>::workspace_bytes(*a);
@@ -396,7 +398,7 @@ extern "C" void alibi_d64_forward(const Arguments* a) {
 
 template <class Products> using BackwardPass = Backward<Spec, BackwardTile<Spec, Products>>;
 
-#if FLASHGEN_PART == 0 || FLASHGEN_PART == 2
+#if !FLASHGEN_PART || FLASHGEN_PART == 2
 extern "C" int64_t alibi_d64_backward_workspace(const Arguments* a) {
   return with_products(*a, Plan::BACKWARD_BR[3], [&](auto products) {
     return BackwardPass<decltype(products)>::workspace_bytes(*a);
@@ -408,7 +410,7 @@ extern "C" void alibi_d64_backward(const Arguments* a) {
 }
 #endif
 
-#if FLASHGEN_PART == 0 || FLASHGEN_PART == 3
+#if !FLASHGEN_PART || FLASHGEN_PART >= 3
 // Numbers that sequences have of their own, [sequences]; null where a call's are those of all.
 struct NumbersOfSequences {
 
@@ -420,20 +422,20 @@ struct NumbersOfSequences {
 
 template <class Products> using RaggedForwardPass = RaggedForward<Spec, ForwardPass<Products>>;
 template <class Products> using RaggedBackwardPass = RaggedBackward<Spec, BackwardPass<Products>>;
-
+#if FLASHGEN_PART != 4
 extern "C" int64_t alibi_d64_ragged_forward_workspace(const Arguments* a, const Ragged* r) {
   return ragged::workspace_bytes<RaggedForwardPass>(*a, *r, Plan::BR[3]);
 }
-
 extern "C" void alibi_d64_ragged_forward(const Arguments* a, const Ragged* r) {
   ragged::run<RaggedForwardPass>(*a, *r, Plan::BR[3]);
 }
-
+#endif
+#if FLASHGEN_PART != 3
 extern "C" int64_t alibi_d64_ragged_backward_workspace(const Arguments* a, const Ragged* r) {
   return ragged::workspace_bytes<RaggedBackwardPass>(*a, *r, Plan::BACKWARD_BR[3]);
 }
-
 extern "C" void alibi_d64_ragged_backward(const Arguments* a, const Ragged* r) {
   ragged::run<RaggedBackwardPass>(*a, *r, Plan::BACKWARD_BR[3]);
 }
+#endif
 #endif

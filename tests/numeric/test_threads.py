@@ -98,7 +98,10 @@ def test_threads_of_somebody_elses_team(tmp_path: Path) -> None:
     for o, workspace in zip(found, memory, strict=True):
         pointers = [x.data_ptr() for x in (workspace, q, k, v, o)]
         packed.append(kernel.layout.pack(*pointers, *[0] * (kernel.layout.varying - 5), *call.fixed))
-    in_team(kernel.find("forward", {})[0], (ctypes.c_char_p * 2)(*packed))
+    in_team(
+        kernel.find("forward", kernel.layout.named((*[0] * kernel.layout.varying, *call.fixed)))[0],
+        (ctypes.c_char_p * 2)(*packed),
+    )
     assert all(torch.equal(o, expected) for o in found)
 
 

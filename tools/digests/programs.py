@@ -189,7 +189,7 @@ def _source(piece: Piece, target: CpuTarget) -> Any:
     dense = kernel_variant(spec, head_dim)
     match piece.kind:
         case "dense" | "ragged":
-            part = "ragged" if piece.kind == "ragged" else piece.name
+            part = f"ragged_{piece.name}" if piece.kind == "ragged" else piece.name
             return target.emit(dense, target.plan(dense)).of_part(part)
         case "parts" | "slices":
             variant = kernel_variant(spec, head_dim, KINDS[piece.kind])

@@ -18,7 +18,7 @@ FILE_NAME = "manifest.json"
 SPEC_FILE_NAME = "spec.json"  # the parsed spec, constants and imports resolved
 INCLUDE = "include"  # the folder of headers
 # Counts up when the files of a package or the kernels' arguments change their meaning.
-FORMAT = 14
+FORMAT = 15
 _SEAL, _BUILDING = "sealed", "building"
 
 

@@ -46,6 +46,11 @@ class Products(Enum):
         """Products of parts for one of numbers: those that do not vanish beside the others."""
         return max(1, self.parts * (self.parts + 1) // 2)
 
+    @property
+    def library(self) -> int:
+        """What FLASHGEN_PRODUCTS is where a library is for calls that multiply so: also for others of their type."""
+        return {Products.VECTORS: 1, Products.SPLIT: 3}.get(self, 2)
+
     def of_pass(self, name: str) -> str:
         """A pass in words."""
         numbers = {

@@ -109,25 +109,15 @@ inline Totals totals_of(const Arguments& all, const Ragged& r, const std::vector
 // dense call.
 template <class Perform>
 inline void for_each_kind(const Arguments& all, const Ragged& r, int tile_rows, const Perform& perform) {
-  std::vector<int32_t> short_ones, others;
-  const auto is_short = [&]([[maybe_unused]] int64_t queries) {
-#if FLASHGEN_MATRIX_PRODUCTS
-    if (fg::has_matrix_registers()) return all.element == BF16 ? are_few(all, queries) : queries < FLASHGEN_FEWEST_ROWS;
-#endif
-#if FLASHGEN_PAIR_PRODUCTS
-    if (all.element == BF16) return are_few(all, queries);
-#endif
-    return false;
-  };
-  for (int64_t n = 0; n < r.sequences; ++n) {
-    if (q_len(all, r, n) == 0 && kv_len(r, n) == 0) continue;
-    (is_short(q_len(all, r, n)) ? short_ones : others).push_back(int32_t(n));
-  }
-  for (const std::vector<int32_t>* numbers : {&others, &short_ones}) {
-    if (numbers->empty()) continue;
+  std::array<std::vector<int32_t>, KINDS_OF_PRODUCTS> numbers;
+  for (int64_t n = 0; n < r.sequences; ++n)
+    if (q_len(all, r, n) > 0 || kv_len(r, n) > 0)
+      numbers[products_of(all, q_len(all, r, n), tile_rows)].push_back(int32_t(n));
+  for (int kind = KINDS_OF_PRODUCTS - 1; kind >= 0; --kind) {
+    if (numbers[kind].empty()) continue;
     Arguments like = all;
-    like.q_len = numbers == &short_ones ? 1 : FLASHGEN_FEWEST_ROWS;
-    with_products(like, tile_rows, [&](auto products) { perform(products, *numbers); });
+    like.q_len = q_len(all, r, numbers[kind][0]);
+    with_products(like, tile_rows, [&](auto products) { perform(products, numbers[kind]); });
   }
 }
 

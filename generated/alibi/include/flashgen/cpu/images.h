@@ -12,17 +12,13 @@
 #include "flashgen/cpu/vector_math.h"
 
 #ifndef FLASHGEN_MATRIX_PRODUCTS
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__) && FLASHGEN_PRODUCTS != 1
 #define FLASHGEN_MATRIX_PRODUCTS 1
-#else
-#define FLASHGEN_MATRIX_PRODUCTS 0
 #endif
 #endif
 #ifndef FLASHGEN_PAIR_PRODUCTS
-#if defined(__AVX512BF16__) && defined(__AVX512F__) && !FLASHGEN_MATRIX_PRODUCTS
+#if defined(__AVX512BF16__) && defined(__AVX512F__) && !FLASHGEN_MATRIX_PRODUCTS && FLASHGEN_PRODUCTS != 1
 #define FLASHGEN_PAIR_PRODUCTS 1
-#else
-#define FLASHGEN_PAIR_PRODUCTS 0
 #endif
 #endif
 

@@ -479,24 +479,36 @@ template <class Later> class Spread {
   int due_ = 0;
 };
 
-// pass(products) with the kind that these arguments go with. K and V are laid out in parts for each tile of `tile_rows`
-// query rows, which a short call does not repay, nor a low tile (measured: from 160 rows of a call and 128 of a tile
-// on). Threads have no say: they change no bit.
+// The kind of products that a call of so many query rows goes with. K and V are laid out in parts for each tile of
+// `tile_rows` query rows, which a short call does not repay, nor a low tile (measured: from 160 rows of a call and 128
+// of a tile on). Threads have no say: they change no bit.
 #ifndef FLASHGEN_FEWEST_ROWS
 #define FLASHGEN_FEWEST_ROWS 160
 #endif
-template <class Pass>
-inline auto with_products([[maybe_unused]] const Arguments& a, [[maybe_unused]] int tile_rows, const Pass& pass) {
+enum { VECTORS, PAIRS, BFLOAT16, PARTS, KINDS_OF_PRODUCTS };
+inline int products_of(const Arguments& a, int64_t queries, int tile_rows) {
+  const bool rounded = !Spec::tangent && a.element == BF16;
+  const bool is_repaid = queries >= FLASHGEN_FEWEST_ROWS && 5 * tile_rows >= 4 * FLASHGEN_FEWEST_ROWS;
+  if (rounded && are_few(a, queries)) return VECTORS;
 #if FLASHGEN_MATRIX_PRODUCTS
-  const bool fits = fg::has_matrix_registers();
-  if constexpr (!Spec::tangent)
-    if (fits && a.element == BF16 && !are_few(a, a.q_len)) return pass(MatrixProducts<1>());
-  const bool is_repaid = a.q_len >= FLASHGEN_FEWEST_ROWS && 5 * tile_rows >= 4 * FLASHGEN_FEWEST_ROWS;
-  if (fits && (Spec::tangent || a.element != BF16) && is_repaid) return pass(MatrixProducts<3>());
+  if (fg::has_matrix_registers()) return rounded ? BFLOAT16 : is_repaid ? PARTS : VECTORS;
+#elif FLASHGEN_PAIR_PRODUCTS
+  if (rounded) return PAIRS;
 #endif
-#if FLASHGEN_PAIR_PRODUCTS
+  return VECTORS;
+}
+
+// pass(products) with this kind. A library that is for some calls alone lacks kinds of the others.
+template <class Pass> inline auto with_products(const Arguments& a, int tile_rows, const Pass& pass) {
+  [[maybe_unused]] const int kind = products_of(a, a.q_len, tile_rows);
+#if FLASHGEN_MATRIX_PRODUCTS
+  if constexpr (FLASHGEN_PRODUCTS != 3 && !Spec::tangent)
+    if (kind == BFLOAT16) return pass(MatrixProducts<1>());
+  if constexpr (FLASHGEN_PRODUCTS != 2)
+    if (kind == PARTS) return pass(MatrixProducts<3>());
+#elif FLASHGEN_PAIR_PRODUCTS
   if constexpr (!Spec::tangent)
-    if (a.element == BF16 && !are_few(a, a.q_len)) return pass(PairProducts());
+    if (kind == PAIRS) return pass(PairProducts());
 #endif
   return pass(VectorProducts());
 }
