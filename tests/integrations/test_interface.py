@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import types
 from typing import Any
 
@@ -160,3 +162,14 @@ def test_rows_that_see_no_key_are_those_of_sdpa(monkeypatch: pytest.MonkeyPatch)
     torch.testing.assert_close(found["flashgen"], found["sdpa"], rtol=1e-4, atol=1e-4)
     off = (found["flashgen"] - found["eager"]).abs().amax(-1) > 1e-2
     assert off.nonzero().tolist() == [[0, 4], [0, 5]]
+
+
+def test_an_older_version_is_named() -> None:
+    code = (
+        "from transformers import masking_utils; del masking_utils.remap_positions_for_packed_sequence; "
+        "import flashgen.integrations.transformers"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1].startswith(
+        "ImportError: flashgen.integrations.transformers needs transformers 5.23"
+    )

@@ -199,7 +199,8 @@ class Draw:
 
 # Flags of a CPU's library beside those of every library. What is judged is our text: with -O1 it is compiled in 0.6 of
 # the time, with -Og in 0.4, by which more texts are.
-_BUILDS = (("-Og",),) * 7 + (("-O1",),) * 2 + ((),) * 3 + (("-mno-avx",), ("-mno-avx2", "-mno-fma"), ("-ffp-contract=off",))
+_OTHER_CPUS = (("-mno-avx",), ("-mno-avx2", "-mno-fma"), ("-ffp-contract=off",))
+_BUILDS = (*(("-Og",),) * 7, *(("-O1",),) * 2, *((),) * 3, *_OTHER_CPUS)
 # The heads and lengths of calls whose tiles the emulator's kernels have: what a GPU takes where queries are few.
 _HEADS, _LENGTHS = (1, 4, 8, 16, 32, 64), (64, 200, 256, 512, 512, 1024, 1024, 2048)
 # Pins of the schedule. Those of GPUs force each kind of kernel: of warps alone, with one stage or two, with K and V

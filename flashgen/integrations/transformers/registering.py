@@ -10,12 +10,12 @@ from typing import Any
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, blockwise_overlay  # noqa: F401 - since 5
+    from transformers.masking_utils import remap_positions_for_packed_sequence as _since_5_23  # noqa: F401
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
     from transformers.utils import generic
 except ImportError as error:
     raise ImportError(
-        "flashgen.integrations.transformers needs transformers 5.23 or newer: pip install 'flashgen[transformers]'"
+        "flashgen.integrations.transformers needs transformers 5.23 or newer: pip install 'transformers>=5.23'"
     ) from error
 
 from flashgen.integrations.transformers.calls import attention_forward
@@ -52,7 +52,7 @@ def register(name: str = "flashgen") -> None:
         )
     for table, function in (
         (ALL_ATTENTION_FUNCTIONS, attention_forward),
-        (ALL_MASK_ATTENTION_FUNCTIONS, layer_mask),
+        (masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, layer_mask),
     ):
         if table.get(name, function) is not function:
             raise ValueError(f"'{name}' is registered already, for {table[name]!r}; choose another name")
