@@ -16,5 +16,6 @@ BY_BLOCKS = replace(
     by_lengths=False,
     on_cpus=False,
     slices=False,
+    lists=True,
     rows_of_heads=True,
 )

@@ -40,7 +40,8 @@ class Kind:
     **What they do otherwise.** ``ragged``: every sequence of a batch is a call of its own. ``cached``: keys and values
     lie in a cache, of ``f8_cached`` in 8 bits beside queries of more. ``parts``: they see some of the keys of rows, and
     write float32. ``slices``: o, lse and dQ are rows of larger tensors, and gradients of keys float32. ``f8``: they
-    multiply q, k and v of 8 bits. ``rows_of_heads``: the rows of a tile are of the heads that share keys, at positions
+    multiply q, k and v of 8 bits. ``lists``: they read lists of selected keys, others the bits that are made of these.
+    ``rows_of_heads``: the rows of a tile are of the heads that share keys, at positions
     that need not be neighbours.
     """
 
@@ -69,6 +70,7 @@ class Kind:
     parts: bool = field(default=False, repr=False)
     slices: bool = field(default=False, repr=False)
     f8: bool = field(default=False, repr=False)
+    lists: bool = field(default=False, repr=False)
     rows_of_heads: bool = field(default=False, repr=False)
     whole: tuple[int | None, ...] = field(init=False, repr=False)  # the numbers of a call that is no part of another
 

@@ -262,11 +262,6 @@ def kind_call(checker: CallChecker, tensors: Tensors, rest: Rest, _derives: bool
     return CachedCall(call, own, rest, [*pointers, 0], cache, found)
 
 
-def whole_numbers(rows: Sequence[Tensor], places: Sequence[Tensor], numbers: Sequence[Any]) -> Sequence[Any]:
-    """The numbers that shapes are checked with: those of the call, and the room of the cache."""
-    return (*numbers[:4], Cache(*places).capacity(rows[1])) if places else numbers
-
-
 def _of_sequence(number: int, place: Place, x: Any) -> Any:
     """The view that the dense problem of a sequence has of a result."""
     return x if place is Place.WHOLE or x is None else x[number][None]

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, contiguous_format, get_num_threads
 
+from flashgen.analysis.selection import lowered
 from flashgen.hosts.kernel import Kernel, KernelProvider, Node, Prepared, Stored
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, walk
 from flashgen.ir.spec import AttentionSpec, HeadDim
@@ -27,6 +28,7 @@ from flashgen.op.eight_bits import F8
 from flashgen.op.indices import Indices
 from flashgen.op.layouts import Layout, layout_like, packed_layout
 from flashgen.op.lengths import LengthChecks
+from flashgen.op.selected import captured_in_order
 from flashgen.op.signature import ELEMENTS, TORCH_DTYPES, dtype_of, kind
 from flashgen.op.tensor_kinds import NoMemoryError
 from flashgen.op.values import by_axis, type_of_sums
@@ -108,7 +110,7 @@ def backward_key(
 
 class CallChecker:
     """Turns calls of one op and kind into ``Call``s; remembers those of recent shapes. ``checks.py`` says how kinds
-    differ.
+    differ. ``of_kernels`` is the spec whose captured tensors kernels read, with bits in the place of lists of keys.
     """
 
     def __init__(
@@ -119,7 +121,7 @@ class CallChecker:
         *,
         is_reference: bool,
     ) -> None:
-        self.spec, self.kind = spec, kind
+        self.spec, self.kind, self.of_kernels = spec, kind, spec if kind.lists else lowered(spec)
         self._kernels, self.has_kernels = kernels, bool(kernels)
         self._is_reference = is_reference
         allowed = [each for each in _KERNEL_DTYPES if spec.dtypes is None or each in spec.dtypes]
@@ -166,6 +168,12 @@ class CallChecker:
             self._known[key] = call
         self._last = (key, call)
         return call
+
+    def read(self, tensors: Sequence[Tensor], sizes: Mapping[str, int], *, in_memory: bool = True) -> Sequence[Tensor]:
+        """What kernels read in the place of captured tensors, in the order of ``of_kernels``."""
+        if self.of_kernels is self.spec:
+            return tensors
+        return captured_in_order(self.spec, tensors, sizes, in_memory=in_memory)
 
     def is_fetched(self, call: Call, value: Tensor | None) -> bool:
         """Whether kernels fetch a param or seed from a GPU's memory themselves, so that the host waits for nothing."""
@@ -234,8 +242,10 @@ class CallChecker:
         written = self.written(q.dtype)
         o = self.layout(q, (*q.shape[:-1], v.shape[-1]))
         gradients = self.layout(q, q.shape), self.layout(k, k.shape), self.layout(v, v.shape)
+        read: Sequence[Tensor] = ()
         if kernel is not None:
-            known = fixed_values(self.spec, shard, q, k, v, tensors)
+            read = self.read(tensors, sizes, in_memory=False)
+            known = fixed_values(self.of_kernels, shard, q, k, v, read)
             for name, layout in zip(("o", "dq", "dk", "dv"), (o, *gradients), strict=True):
                 known |= row_strides(name, layout[1])
             known |= {"deterministic": rest[1], "threads": threads, **self.checks.fixed(shard, q, k, rest[0])}
@@ -265,7 +275,7 @@ class CallChecker:
             needs_copy or (kernel is not None and kernel.row_alignment > 1),
             kernel is not None and kernel.needs_lse and not self.kind.forward_only,
             kernel is not None and kernel.writes_parts and not self.kind.f8,
-            any(x.numel() == 0 for x in tensors),
+            any(x.numel() == 0 for x in read),
             threads,
         )
 

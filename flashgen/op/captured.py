@@ -12,7 +12,6 @@ from flashgen.hosts.kernel import ADDED, Stored
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.call import Call, CallChecker
 from flashgen.op.conversion import check_scalar
-from flashgen.op.selected import check_selection
 from flashgen.op.signature import Signature
 from flashgen.op.tensor_kinds import NoMemoryError
 from flashgen.op.values import address
@@ -22,13 +21,9 @@ from flashgen.reference.philox import drop_threshold, survivor_scale
 
 
 class Captured(NamedTuple):
-    """The checked arguments of a call beside q, k and v: ``given`` are the params that were passed, ``params`` all.
-
-    Kernels read ``read`` in the place of ``tensors``: a zero stands for a tensor without elements.
-    """
+    """The checked arguments of a call beside q, k and v: ``given`` are the params that were passed, ``params`` all."""
 
     tensors: Sequence[Tensor]
-    read: Sequence[Tensor]
     given: Sequence[Tensor | None]
     params: Sequence[float]
     dropout: Dropout | None
@@ -47,13 +42,13 @@ class CapturedValues:
 
     def __init__(self, spec: AttentionSpec, signature: Signature, checker: CallChecker) -> None:
         self._signature, self._checker = signature, checker
-        self._spec, self._tensors_end = spec, 3 + len(spec.tensors)
+        self._selects, self._tensors_end = checker.of_kernels is not spec, 3 + len(spec.tensors)
         self._learned = [*(each.grad for each in spec.tensors), *(each.grad for each in spec.params)]
         self._names = [each.name for each in spec.tensors if each.grad]
         self._names += [each.name for each in spec.params if each.grad]
-        self.stored = frozenset(each.name for each in stored_tensors(spec))
-        self.summed = frozenset(each.name for each in summed_tensors(spec))
-        self._fields = [each.name for each in (*stored_tensors(spec), *summed_tensors(spec))]
+        stored, summed = stored_tensors(checker.of_kernels), summed_tensors(checker.of_kernels)
+        self.stored, self.summed = (frozenset(each.name for each in some) for some in (stored, summed))
+        self._fields = [each.name for each in (*stored, *summed)]
         self.no_gradients = [0] * (sum(self._learned) + len(self._fields))
 
     def read(self, call: Call, tensors: Sequence[Any]) -> Captured:
@@ -77,16 +72,16 @@ class CapturedValues:
                 fetched = seed if self._checker.is_fetched(call, seed) else None
                 number = 0 if fetched is not None else int(seed.item()) & 0xFFFF_FFFF_FFFF_FFFF
                 dropout = Dropout(probability, number)
-        captured: Sequence[Tensor] = tensors[3 : self._tensors_end]
-        if call.kernel is None:
-            check_selection(self._spec, captured, call.sizes)
-        read = captured
-        if call.reads_nothing:
-            read = tuple(x if x.numel() else x.new_zeros(1) for x in captured)
-        return Captured(captured, read, given, params, dropout, fetched)
+        return Captured(tensors[3 : self._tensors_end], given, params, dropout, fetched)
 
-    def add(self, values: list[float], call: Call, captured: Captured, gradients: Sequence[int]) -> bool:
-        """Add the varying values of captured tensors, params and dropout. Returns whether pairs are dropped."""
+    def add(
+        self, values: list[float], call: Call, captured: Captured, gradients: Sequence[int]
+    ) -> tuple[bool, Sequence[Tensor]]:
+        """Add the varying values of captured tensors, params and dropout.
+
+        Returns whether pairs are dropped, and the tensors that kernels read, to hold while these run: a zero stands for
+        a tensor without elements.
+        """
         threshold = 0
         if captured.dropout is not None:
             probability, seed = captured.dropout.probability, captured.dropout.seed
@@ -94,14 +89,17 @@ class CapturedValues:
             values += (threshold, survivor_scale(threshold), int(seed), address(captured.seed))
         elif self._signature.has_dropout:
             values += (0, 1.0, 0, 0)
-        addresses = [x.data_ptr() for x in captured.read]
-        if 0 in addresses and not all(at or x.numel() == 0 for at, x in zip(addresses, captured.read, strict=True)):
+        read = self._checker.read(captured.tensors, call.sizes) if self._selects else captured.tensors
+        if call.reads_nothing:
+            read = [x if x.numel() else x.new_zeros(1) for x in read]
+        addresses = [x.data_ptr() for x in read]
+        if 0 in addresses:
             raise NoMemoryError("a captured tensor is zero in name alone")
         values += addresses
         values += captured.params
         values += [x.data_ptr() if x is not None and self._checker.is_fetched(call, x) else 0 for x in captured.given]
         values += gradients
-        return threshold > 0
+        return threshold > 0, read
 
     def sums(
         self, call: Call, captured: Captured, needs: Sequence[bool], stored: Stored = ADDED

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, contiguous_format, empty_like, empty_strided
@@ -46,31 +46,24 @@ from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout
 
 
-def _as_they_are(_rows: Sequence[Tensor], _own: Sequence[Tensor], numbers: Sequence[Any]) -> Sequence[Any]:
-    return numbers
-
-
 @dataclass(frozen=True)
 class CallRules:
     """How calls of a kind differ from dense ones.
 
     ``kind_call`` makes a ``KindCall`` of an operator's arguments; its last argument says whether derivatives are to be
-    computed without kernels. ``whole_numbers`` gives the numbers that shapes are checked with, by q, k and v, the
-    kind's own tensors and numbers. ``no_gradients`` and ``no_derivatives`` are error messages of kinds without these.
+    computed without kernels. ``no_gradients`` and ``no_derivatives`` are error messages of kinds without these.
     """
 
     kind_call: Callable[[CallChecker, Tensors, Rest, bool], KindCall]
-    whole_numbers: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Any]], Sequence[Any]] = _as_they_are
     no_gradients: str = ""
     no_derivatives: str = ""
 
 
 # By the names of kinds. Kinds that are not here are called as dense ones are.
 CALL_RULES: Mapping[str, CallRules] = {
-    RAGGED.name: CallRules(ragged.kind_call, ragged.whole_numbers),
+    RAGGED.name: CallRules(ragged.kind_call),
     CACHED.name: CallRules(
         cached.kind_call,
-        cached.whole_numbers,
         "decode has no gradients; call it under torch.no_grad(), or train with the op",
         "decode has no derivatives, of neither mode: call the op, or op.reference.decode",
     ),
@@ -82,12 +75,28 @@ CALL_RULES: Mapping[str, CallRules] = {
 }
 
 
+class Instead(Protocol):
+    """Kernels of other kinds and specs that run in the place of an engine's own, for calls that these would take."""
+
+    def attend(self, call: Call, tensors: Tensors, rest: Rest, keeps_lse: bool) -> Attended | None:
+        """``o``, ``lse`` and its parts; None where the engine's own kernels are to run."""
+
+    def gradients(
+        self, call: Call, d_o: Tensor, rows: Saved, tensors: Tensors, rest: Rest, needs: Sequence[bool]
+    ) -> list[Tensor] | None:
+        """The gradients that are needed, by what ``attend`` left; None as there."""
+
+    def describe(self, call: Call, tensors: Tensors) -> str:
+        """Which kernels run, in words; empty: the engine's own."""
+
+
 class Engine(Formula):
     """Forward and backward of one spec and kind of call: on kernels, or on the reference.
 
     ``kernels`` holds a provider for each type of device that there are kernels for; None where the reference stands in,
     in slices of ``pairs``. ``pairs`` None runs the reference densely, on any device. ``CALL_RULES`` and ``CHECKS``
-    (``checks.py``) say how kinds differ. ``has_nodes``: C++ may start calls (``node.py``).
+    (``checks.py``) say how kinds differ. ``has_nodes``: C++ may start calls (``node.py``). Kernels read bits in the
+    place of lists of selected keys (``selected.py``), the reference the lists themselves.
     """
 
     last_node: tuple[Rest, Node] | None = None
@@ -98,8 +107,9 @@ class Engine(Formula):
         kernels: Mapping[str, KernelProvider | None],
         pairs: int | None = tiled.SLICE_PAIRS,
         kind: Kind = DENSE,
+        instead: Instead | None = None,
     ) -> None:
-        self.spec, self.kernels, self.kind, self.pairs = spec, kernels, kind, pairs
+        self.spec, self.kernels, self.kind, self.pairs, self.instead = spec, kernels, kind, pairs, instead
         self.signature = Signature.of(spec, kind)
         self._rules = CALL_RULES.get(kind.name)
         self._workspaces = Workspaces()
@@ -126,14 +136,6 @@ class Engine(Formula):
                 raise ValueError(f"'{name}' is {x.dtype} {list(x.shape)}; of q and v it is {dtype} {list(wanted)}")
         return self.gradients(d_o, rows, args[first:end], (args[end:-2], args[-2]), args[-1])
 
-    def resolved(self, tensors: Tensors, rest: Rest) -> tuple[Engine, Tensors]:  # noqa: ARG002 - subclasses look at it
-        """The engine whose kernels run, and the tensors that it is given."""
-        return self, tensors
-
-    def runs_instead(self, tensors: Tensors, rest: Rest) -> str:  # noqa: ARG002 - subclasses look at it
-        """In words, which kernels run in the place of the kernels that ``resolved`` leads to; empty: no others do."""
-        return ""
-
     def has_kernel(self, q: Tensor, v: Tensor) -> bool:
         """Whether kernels of the engine's kind run for tensors like these."""
         return self.checker.kernel(q, v) is not None
@@ -156,6 +158,8 @@ class Engine(Formula):
         if kernel is None or call.is_empty:
             found = self._attend_without_kernel(kind_call or KindCall(call, tensors, rest, []), keeps_lse)
             return found if into is None else copied_to(found, into)
+        if self.instead is not None and (other := self.instead.attend(call, tensors, rest, keeps_lse)) is not None:
+            return other
         if call.may_copy:
             call, tensors = self._readable(kernel, call, tensors, rest)
         o, lse, parts = into or self._results(call, tensors[0], keeps_lse)
@@ -165,10 +169,10 @@ class Engine(Formula):
         lse_at = 0 if lse is None else lse.data_ptr()
         parts_at = 0 if parts is None or not call.writes_parts else parts.data_ptr()
         values: list[float] = [0, q_at, k_at, v_at, o.data_ptr(), lse_at, parts_at, 0, 0, 0, 0, 0]
-        drops, captured, _kept = False, None, None
+        drops, captured, _read, _kept = False, None, None, None
         if self.signature.takes_more:
             captured = self._captured(call, tensors)
-            drops = self._values.add(values, call, captured, self._values.no_gradients)
+            drops, _read = self._values.add(values, call, captured, self._values.no_gradients)
         if kind_call is not None:
             drops, _kept = self._add_own(values, kernel, kind_call, captured, drops)
         key: object = drops if into is None else (drops, *places_of(into[:2]))
@@ -246,8 +250,10 @@ class Engine(Formula):
             kind_call = kind_call or KindCall(call, tensors, rest, [])
             found = self._gradients_without_kernel(kind_call, d_o, rows, needs, is_part)
             return found if into is None else [*copied_to(found[:3], into), *found[3:]]
-        if self.kind.parts:
-            d_o = d_o.to(tensors[0].dtype)
+        instead = None if is_part else self.instead
+        if instead is not None and (others := instead.gradients(call, d_o, rows, tensors, rest, needs)) is not None:
+            return others
+        d_o = d_o.to(tensors[0].dtype) if self.kind.parts else d_o
         if call.may_copy:
             call, tensors = self._readable(kernel, call, tensors, rest)
         if not is_readable(kernel, d_o):
@@ -261,13 +267,13 @@ class Engine(Formula):
             0, q.data_ptr(), k.data_ptr(), v.data_ptr(), address(o), address(lse), address(parts), d_o_at,
             address(d_lse), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
         ]  # fmt: skip
-        drops, captured, sums, _kept = False, None, [], None
+        drops, captured, sums, _read, _kept = False, None, [], None, None
         if self.signature.takes_more:
             captured = self._captured(call, tensors)
             may_store = kernel.stores and not (is_part or rest[1] or self.kind.ragged)
             stored = self._stored(kernel, call) if may_store else ADDED
             sums = self._values.sums(call, captured, needs[3:], stored)
-            drops = self._values.add(values, call, captured, self._values.addresses(sums, stored))
+            drops, _read = self._values.add(values, call, captured, self._values.addresses(sums, stored))
         if kind_call is not None:
             drops, _kept = self._add_own(values, kernel, kind_call, captured, drops)
         key = backward_key(drops, strides, needs[3:], () if into is None else places_of((o, lse, *into)))

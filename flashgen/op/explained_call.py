@@ -27,7 +27,7 @@ def explained_call(
     engine: Engine, tensors: Sequence[Any], rest: Rest, dropout_p: Any, device: torch.device
 ) -> tuple[Call, ExplainedCall]:
     """The call of q, k, v, captured tensors and params, and its record for hosts. ``device`` stands for ``meta``."""
-    engine, tensors = engine.resolved(tuple(with_device(x, device) for x in tensors), rest)
+    tensors = tuple(with_device(x, device) for x in tensors)
     spec, end = engine.spec, 3 + len(engine.spec.tensors)
     inputs = tensors[:end]
     call = engine.checker.find(inputs, rest)

@@ -23,11 +23,12 @@ from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
 from flashgen.kinds.kind import Kind
 from flashgen.op.call import Attended, Call, CallChecker, Rest, Saved, Tensors
 from flashgen.op.captured import Captured
-from flashgen.op.forward_mode import ForwardMode, KernelsOfTangents, Tangents
+from flashgen.op.forward_mode import ForwardMode, KernelsOfTangents, Tangents, as_kernels_read
 from flashgen.op.kind_call import KindCall, View
 from flashgen.op.layouts import laid
 from flashgen.op.modes import autograd_inside, deterministic_algorithms
 from flashgen.op.per_sequence import PerSequence
+from flashgen.op.selected import check_selection
 from flashgen.op.signature import ELEMENTS, Signature
 from flashgen.op.values import type_of_sums
 from flashgen.reference import tiled
@@ -103,6 +104,7 @@ class Formula:
         if kind_call.call.threads != torch.get_num_threads():
             torch.set_num_threads(1)  # in a forked child, where PyTorch's own threads are missing just the same
         captured = self._captured(kind_call.call, kind_call.tensors)
+        check_selection(self.spec, captured.tensors, kind_call.call.sizes)
         sequences = PerSequence(self.spec, kind_call, captured)
         tensors = {declared.name: x for declared, x in zip(self.spec.tensors, captured.tensors, strict=True)}
         for number, shard, rows, view in kind_call.problems(self.spec):
@@ -206,7 +208,7 @@ class Formula:
             return None
         problem, _ = next(self.problems(kind_call))
         moves = tangents[: self.signature.inputs]
-        return self.forward_mode.run(kernel, problem, moves, deterministic=rest[1], keeps_o=True)
+        return self.forward_mode.run(kernel, as_kernels_read(problem), moves, deterministic=rest[1], keeps_o=True)
 
     def _kernels_of_tangents(self, problem: tiled.Problem, rest: Rest) -> KernelsOfTangents | None:
         """The kernels of forward mode that take a problem, if there are any."""

@@ -7,10 +7,9 @@ gradients of tangents (``programs.py``).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from flashgen.ir.types import ScalarType
 from flashgen.kinds.kind import PassName
 from flashgen.op.call import fixed_values, readable, row_strides, strides_of
 from flashgen.op.layouts import layout_like
+from flashgen.op.selected import lowered_tensors
 from flashgen.op.tensor_kinds import lies_in_memory, with_memory
 from flashgen.plan.arguments import gradient_field, param_field, param_place_field, tensor_field
 from flashgen.reference.philox import drop_threshold, survivor_scale
@@ -53,13 +53,22 @@ Arriving = tuple[Tensor | None, Tensor | None]
 Gradients = tuple[dict[int, Tensor], dict[int, Tensor]]
 
 
+def as_kernels_read(problem: Problem) -> Problem:
+    """The problem with the captured tensors of kernels, too."""
+    if problem.spec.select is None:
+        return problem
+    sizes = problem.shard.sizes(problem.q.shape[-1], problem.v.shape[-1])
+    return replace(problem, tensors={**problem.tensors, **lowered_tensors(problem.spec, problem.tensors, sizes)})
+
+
 class ForwardMode:
     """The kernels of forward mode of one spec, which read a tangent beside each float of it."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         own = lowered(spec)
         self.spec, self._names = with_tangents(own), tangent_names(own)
-        captured: tuple[CapturedTensor | Param, ...] = (*own.tensors, *own.params)
+        captured: tuple[CapturedTensor | Param, ...] = (*spec.tensors, *spec.params)
+        self._read_by_kernels = tuple(each.name for each in own.tensors)
         # The captured values that have gradients, by their numbers among the inputs.
         self._learned = {n: each.name for n, each in enumerate(captured, start=len(_ROWS)) if each.grad}
         self.differentiable = frozenset((*range(len(_ROWS)), *self._learned))
@@ -130,16 +139,17 @@ class ForwardMode:
         found: dict[str, Tensor | None] = {}
         for name, x in zip(_ROWS, (problem.q, problem.k, problem.v), strict=True):
             found[name] = readable(kernel, x)
-        for name, x in problem.tensors.items():
-            found[tensor_field(name)] = x
+        for name in self._read_by_kernels:
+            found[tensor_field(name)] = problem.tensors[name]
         if _T_ROWS[0] not in kernel.layout.slots:  # the op's own
             return found
         for name, tangent in zip(_T_ROWS, tangents, strict=False):
             found[name] = None if tangent is None else readable(kernel, tangent)
-        for (name, x), tangent in zip(problem.tensors.items(), tangents[len(_ROWS) :], strict=False):
-            if name in self._names:
+        for each, tangent in zip(problem.spec.tensors, tangents[len(_ROWS) :], strict=False):
+            if each.name in self._names:
+                x = problem.tensors[each.name]
                 zero = x.new_zeros(())  # one number, whatever the index
-                found[tensor_field(self._names[name])] = zero.expand(x.shape) if tangent is None else tangent
+                found[tensor_field(self._names[each.name])] = zero.expand(x.shape) if tangent is None else tangent
         return found
 
     def _run(
@@ -158,7 +168,7 @@ class ForwardMode:
         """
         layout = kernel.layout
         results = {field: x for field, x in results.items() if field in layout.slots}
-        numbers = self._numbers(problem, tangents[len(_ROWS) + len(problem.tensors) :], layout)
+        numbers = self._numbers(problem, tangents[len(_ROWS) + len(problem.spec.tensors) :], layout)
         threads = torch.get_num_threads()
         key = (
             *(layout, name, problem.shard, problem.q.dtype, deterministic, threads),
@@ -192,7 +202,7 @@ class ForwardMode:
         """The values of fields that do not vary, by name."""
         q, k, v = (_there(read[name]) for name in _ROWS)
         tensors = {each: read[tensor_field(each.name)] for each in self.spec.tensors if tensor_field(each.name) in read}
-        spec = dataclasses.replace(self.spec, tensors=tuple(tensors))
+        spec = replace(self.spec, tensors=tuple(tensors))
         known = fixed_values(spec, problem.shard, q, k, v, [_there(x) for x in tensors.values()])
         for name, x in (*((name, read.get(name)) for name in (*_T_ROWS, "d_o")), *results.items()):
             known |= {} if x is None or x.dim() < 4 else row_strides(name, strides_of(x))
@@ -244,16 +254,16 @@ class KernelsOfTangents:
 
     def compute(self, problem: Problem, program: Program, values: Sequence[Any]) -> list[Tensor] | None:
         """The outputs of a program; None where kernels do not compute it."""
-        own = with_memory(values)
+        own, gradient = with_memory(values), program.gradient_of_tangent
         if not lies_in_memory(own):
             return None
-        count = len(program.inputs)
-        if program.moved is not None:
-            moves = dict(zip(program.moved, own[count:], strict=True))
-            found = self._moved(problem, moves, keeps_o=False)
-            return [x for x in (found.t_o, found.t_lse) if x is not None]
-        gradient = program.gradient_of_tangent
-        return None if gradient is None else self._gradients(problem, gradient, own)
+        if gradient is not None:
+            return self._gradients(as_kernels_read(problem), gradient, own)
+        if program.moved is None:
+            return None
+        moves = dict(zip(program.moved, own[len(program.inputs) :], strict=True))
+        found = self._moved(as_kernels_read(problem), moves, keeps_o=False)
+        return [x for x in (found.t_o, found.t_lse) if x is not None]
 
     def _moved(self, problem: Problem, moves: dict[int, Any], *, keeps_o: bool) -> Tangents:
         tangents = [moves.get(n) for n in range(len(problem.inputs))]

@@ -32,7 +32,7 @@ from flashgen.op.narrowing import Narrowing
 from flashgen.op.nested import is_nested, nested, sequences
 from flashgen.op.registered import Registered
 from flashgen.op.registration import call, register
-from flashgen.op.selecting import engine_of
+from flashgen.op.shared_lists import shared_lists
 from flashgen.op.signature import Signature
 
 _Op = TypeVar("_Op")
@@ -110,7 +110,8 @@ class OpCalls:
     def _made(self, kind: Kind) -> Engine:
         if self._parts.backend == "reference":
             return Engine(self._parts.spec, {}, pairs=None, kind=kind)
-        return engine_of(self._parts.spec, self._parts.kernels, kind)
+        instead = shared_lists(self._parts.spec, self._parts.kernels) if kind is DENSE else None
+        return Engine(self._parts.spec, self._parts.kernels, kind=kind, instead=instead)
 
     # For callers of the operator's engine, as ranks are over parts of the keys ----------------------------------------
 

@@ -90,7 +90,8 @@ class ShownOp(OpCalls):
         shows = self._shows(call.device.type)
         if call.kernel is not None and shows is not None and not call.is_empty:
             found = shows.explain(self.spec.name, told)
-            instead = widens or self._registered.engine.runs_instead(tensors, rest)
+            others = op.engine.instead
+            instead = widens or ("" if others is None else others.describe(call, tensors))
             reasons = (instead, *found.reasons) if instead else found.reasons
             return replace(found, reasons=reasons, derivatives=self._registered.derivatives)
         return Explanation(

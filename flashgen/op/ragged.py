@@ -81,15 +81,6 @@ def kind_call(checker: CallChecker, tensors: Tensors, rest: Rest, derives: bool)
     return RaggedCall(call, own, rest, [q_starts.data_ptr(), k_starts.data_ptr()], found, (q_starts, k_starts))
 
 
-def whole_numbers(rows: Sequence[Tensor], starts: Sequence[Tensor], numbers: Sequence[Any]) -> Sequence[Any]:
-    """The numbers that shapes are checked with: those of the call, the longest lengths and the count of sequences."""
-    q, k, v = rows
-    check_rows(q, k, v)
-    most: Any = numbers[-2:]
-    found = (lengths if None in most else unseen_lengths)(starts[0], starts[1], (q.shape[0], k.shape[0]), most)
-    return (*numbers[:-2], found.max_q, found.max_k, found.count)
-
-
 def _of_sequence(q_rows: slice, k_rows: slice, place: Place, x: Any) -> Any:
     """The view that the dense problem of a sequence has of a tensor of the call."""
     if place is Place.WHOLE or x is None:

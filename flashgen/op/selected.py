@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flashgen.analysis.selection import TILE, WORD, Selection, selection_of
+from flashgen.analysis.selection import TILE, WORD, Selection, lowered, selection_of
 from flashgen.ir.expr import Load, walk
 from flashgen.ir.spec import AttentionSpec, Select
+from flashgen.op.layouts import Layout, packed_layout
 from flashgen.op.tensor_kinds import lies_in_memory
 from flashgen.reference.evaluate import Evaluator
 from flashgen.reference.guard import Guard
@@ -27,17 +28,27 @@ _MOST_KEPT, _MOST_KNOWN = 1 << 21, 64
 _KNOWN: dict[tuple[object, ...], Tensor] = {}  # which lists tiles have, by all that it follows from
 
 
-def lowered_tensors(spec: AttentionSpec, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
-    """The captured tensors of ``lowered(spec)`` by name; tensors that only other conditions read may be missing."""
+def lowered_tensors(
+    spec: AttentionSpec, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], *, in_memory: bool = True
+) -> dict[str, Tensor]:
+    """The captured tensors of ``lowered(spec)`` by name; tensors that only other conditions read may be missing.
+
+    Not ``in_memory``: bits are on meta, and lie as others do.
+    """
     found = selection_of(spec)
     if found is None:
         return dict(tensors)
     listed = tensors[found.select.tensor]
-    check_listed_blocks(found.select, listed, sizes)
-    blocks = -(-sizes["Nk"] // found.select.block)
-    made = {found.bits.name: _bits(listed, blocks)}
-    if found.tiles is not None:
-        made[found.tiles.name] = _tiles(found, tensors, sizes, blocks)
+    blocks, bits = -(-sizes["Nk"] // found.select.block), _layout_of_bits(found, listed, sizes)
+    tiles = None if found.tiles is None else _layout_of_tiles(found, sizes)
+    if not in_memory:
+        laid = (torch.empty_strided(*each, device="meta") for each in (bits, tiles) if each is not None)
+        made = {each.name: x for each, x in zip(found.made, laid, strict=True)}
+    else:
+        check_listed_blocks(found.select, listed, sizes)
+        made = {found.bits.name: _bits(listed, blocks, bits)}
+        if found.tiles is not None and tiles is not None:
+            made[found.tiles.name] = _tiles(found, tensors, sizes, blocks, tiles)
     wanted = {each.name for each in found.tensors}
     return {name: x for name, x in {**tensors, **made}.items() if name in wanted}
 
@@ -63,18 +74,26 @@ def check_listed_blocks(select: Select, listed: Tensor, sizes: Mapping[str, int]
         )
 
 
-def _bits(listed: Tensor, blocks: int) -> Tensor:
-    """[…, words] int32 of [..., numbers]: bit n % 32 of word n // 32 is set where n is among the numbers.
+def _layout_of_bits(found: Selection, listed: Tensor, sizes: Mapping[str, int]) -> Layout:
+    """[…, words] of lists […, numbers]: those of neighbours, which kernels read together, lie side by side."""
+    (*outer, side), words = (1, *listed.shape[:-1]), -(-sizes["Nk"] // (WORD * found.select.block))
+    strides = (*packed_layout(*outer, side * words)[1][:-1], 1, side)
+    return (*listed.shape[:-1], words), strides[-listed.dim() :]
 
-    Lists of neighbours, which kernels read together, lie side by side.
-    """
-    words = -(-blocks // WORD)
-    rows = listed.shape[:-1].numel()
-    if words == 0 or listed.numel() == 0:
-        return listed.new_zeros((*listed.shape[:-1], words), dtype=torch.int32)
+
+def _layout_of_tiles(found: Selection, sizes: Mapping[str, int]) -> Layout:
+    """[axes of the selection, tiles of keys]; behind each row is the place of numbers that no block has."""
+    extents = {"b": sizes["B"], "h": sizes["H"], "hkv": sizes["Hkv"], "i": -(-sizes["Nq"] // TILE)}
+    rows, columns = [extents[axis] for axis in found.axes], -(-sizes["Nk"] // found.columns)
+    return (*rows, columns), packed_layout(*rows, columns + 1)[1]
+
+
+def _bits(listed: Tensor, blocks: int, layout: Layout) -> Tensor:
+    """[…, words] int32 of [..., numbers]: bit n % 32 of word n // 32 is set where n is among the numbers."""
+    words, rows = layout[0][-1], listed.shape[:-1].numel()
     side, lists = listed.shape[-2] if listed.dim() > 1 else 1, listed.reshape(rows, listed.shape[-1])
     found = torch.zeros(rows * words, dtype=torch.int32, device=listed.device)
-    for some in _pieces(*lists.shape):
+    for some in _pieces(*lists.shape) if words and listed.numel() else ():
         numbers = lists[some].sort(-1).values
         counts = (numbers >= 0) & (numbers < blocks)
         counts[:, 1:] &= numbers[:, 1:] != numbers[:, :-1]  # each once: sums of bits are their union
@@ -83,16 +102,17 @@ def _bits(listed: Tensor, blocks: int) -> Tensor:
         row = torch.arange(some.start, some.stop, device=listed.device).unsqueeze(-1)
         places = (row // side * words + numbers // WORD) * side + row % side
         found.scatter_add_(0, places.flatten(), bits.flatten())
-    return found.view(*listed.shape[:-2], words, side).transpose(-1, -2).reshape(*listed.shape[:-1], words)
+    return found.as_strided(*layout)
 
 
-def _tiles(found: Selection, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], blocks: int) -> Tensor:
+def _tiles(
+    found: Selection, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], blocks: int, layout: Layout
+) -> Tensor:
     """[axes of the selection, tiles of keys]: whether any query of a tile reads a block of a tile of keys."""
     listed = tensors[found.select.tensor]
-    columns, of_a_column = -(-sizes["Nk"] // found.columns), found.columns // found.select.block
+    columns, of_a_column = layout[0][-1], found.columns // found.select.block
     which = _lists_of_tiles(found, tensors, sizes)
     count = which.shape[:-1].numel()
-    # The last column takes numbers that no block has.
     kept = torch.zeros((count, columns + 1), dtype=torch.bool, device=listed.device)
     if listed.numel() > 0 and which.numel() > 0:
         lists, numbers = listed.reshape(-1, listed.shape[-1]), which.reshape(count, -1)
@@ -100,7 +120,7 @@ def _tiles(found: Selection, tensors: Mapping[str, Tensor], sizes: Mapping[str, 
             rows = lists.index_select(0, numbers[some].flatten()).view(some.stop - some.start, -1)
             counts = (rows >= 0) & (rows < blocks)
             kept[some].scatter_(-1, torch.where(counts, rows.long() // of_a_column, columns), value=True)
-    return kept[:, :-1].reshape(*which.shape[:-1], columns)
+    return kept.as_strided(*layout)
 
 
 def _lists_of_tiles(found: Selection, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> Tensor:
@@ -202,9 +222,10 @@ def _lists(
     return lists
 
 
-def captured_in_order(spec: AttentionSpec, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> tuple[Tensor, ...]:
-    """The captured tensors of ``lowered(spec)`` in its order, by those of the spec in the spec's order."""
+def captured_in_order(
+    spec: AttentionSpec, tensors: Sequence[Tensor], sizes: Mapping[str, int], *, in_memory: bool = True
+) -> tuple[Tensor, ...]:
+    """``lowered_tensors`` in the order of ``lowered(spec)``, by the spec's tensors in the spec's order."""
     named = {each.name: x for each, x in zip(spec.tensors, tensors, strict=True)}
-    selection = selection_of(spec)
-    found = lowered_tensors(spec, named, sizes)
-    return tuple(found[each.name] for each in (spec.tensors if selection is None else selection.tensors))
+    found = lowered_tensors(spec, named, sizes, in_memory=in_memory)
+    return tuple(found[each.name] for each in lowered(spec).tensors)

@@ -30,7 +30,10 @@ DERIVATIVE_PAIRS = 1 << 18
 
 @dataclass(frozen=True)
 class Problem:
-    """The arguments of one attention. ``pairs`` bounds the size of a slice; None: everything at once."""
+    """The arguments of one attention. ``pairs`` bounds the size of a slice; None: everything at once.
+
+    ``tensors`` are the captured ones by name, and perhaps others.
+    """
 
     spec: AttentionSpec
     q: Tensor
@@ -50,7 +53,7 @@ class Problem:
     @property
     def inputs(self) -> tuple[Tensor | float, ...]:
         """Everything that may receive a gradient: q, k, v, then tensors, then params."""
-        return (self.q, self.k, self.v, *self.tensors.values(), *self.params.values())
+        return (self.q, self.k, self.v, *(self.tensors[each.name] for each in self.spec.tensors), *self.params.values())
 
 
 def gives_nothing(spec: AttentionSpec, shard: Shard) -> bool:
