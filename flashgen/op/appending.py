@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from flashgen.op.registered import NAMESPACE
 from flashgen.op.registration import library
 from flashgen.op.sharing import check_caches
 from flashgen.op.signature import ELEMENTS
-from flashgen.op.tensor_kinds import lies_in_memory, transforming
+from flashgen.op.tensor_kinds import is_plain, lies_in_memory, transforming
 
 KERNEL = Standalone("append")
 _ROUNDED = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -63,19 +62,20 @@ def append(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor)
         return cache
     written = (k_cache, v_cache, k, v)
     if not k.is_cuda or (torch.is_grad_enabled() and any(x.requires_grad for x in written)):
-        return _by_operators(cache, *written)
-    if checks_lengths():
-        _name_what_lies_outside(cache, k_cache, new)
-        _check_places(*_places(cache, k_cache, new)[1:])
-    arguments = (cache.lengths, cache.entries, cache.blocks, cache.k_factors, cache.v_factors, *written)
-    if is_compiling() or not lies_in_memory((cache.lengths, *written)):
-        filled: Tensor = getattr(getattr(torch.ops, NAMESPACE), _OPERATOR)(*arguments)
+        filled = _by_operators(cache, *written)
     else:
-        filled = _append(*arguments)
-        for x in (k_cache, v_cache):
-            if not x.is_inference():
-                increment_version(x)
-    return replace(cache, lengths=filled)
+        if checks_lengths():
+            cache.check(k_cache, new, new)
+            _check_places(*_places(cache, k_cache, new)[1:])
+        arguments = (cache.lengths, cache.entries, cache.blocks, cache.k_factors, cache.v_factors, *written)
+        if is_compiling() or not lies_in_memory((cache.lengths, *written)):
+            filled = getattr(getattr(torch.ops, NAMESPACE), _OPERATOR)(*arguments)
+        else:
+            filled = _append(*arguments)
+            for x in (k_cache, v_cache):
+                if not x.is_inference():
+                    increment_version(x)
+    return Cache(filled, cache.padding, cache.entries, cache.blocks, cache.k_factors, cache.v_factors)
 
 
 def written(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> tuple[Cache, Tensor, Tensor]:
@@ -99,7 +99,8 @@ def _places(cache: Cache, k_cache: Tensor, new: int) -> tuple[Tensor, Tensor, Te
     """The numbers of the new rows of each sequence, their entry or page, and their places in it."""
     places = cache.lengths[:, None].long() + torch.arange(new, device=k_cache.device)
     if not cache.is_paged:
-        return places, cache.in_numbers().entries.long()[:, None].expand(places.shape), places
+        entries = cache.entries if cache.entries.numel() else torch.arange(places.shape[0], device=k_cache.device)
+        return places, entries.long()[:, None], places
     page = k_cache.shape[2]
     columns = places.div(page, rounding_mode="floor").clamp(0, cache.blocks.shape[1] - 1)
     return places, cache.blocks.long().gather(1, columns), places % page
@@ -110,26 +111,22 @@ def _check_places(outer: Tensor, inner: Tensor) -> None:
     require((at[1:] != at[:-1]).all(), "two rows of k and v lie at the same place of the cache")
 
 
-def _name_what_lies_outside(cache: Cache, k_cache: Tensor, new: int) -> None:
-    """Raise ``ValueError`` where one of so many new rows would lie outside; lengths are those before them."""
-    for b, length in enumerate(cache.lengths.tolist()):
-        if length < 0:
-            raise ValueError(f"'cache_seqlens' of sequence {b} is {length}; rows before those of k and v are 0 or more")
-    replace(cache, lengths=cache.lengths.long() + new).check(k_cache, new)  # whose sum takes more than 32 bits
+def _by_operators(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The rows of each sequence once those of k and v are written, by PyTorch's operators.
 
-
-def _by_operators(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> Cache:
-    """``append`` by PyTorch's operators. On a GPU a row without a place fails an assertion before rows are written."""
-    check_caches(k_cache, v_cache, in_memory=not is_compiling() and lies_in_memory((k_cache, v_cache)))
-    new, capacity = k.shape[2], cache.capacity(k_cache)
+    On a GPU a row without a place fails an assertion before rows are written.
+    """
+    new, all_of_them = k.shape[2], (cache.lengths, k_cache, v_cache, k, v)
+    in_memory = (k.is_cpu and is_plain(all_of_them)) or (not is_compiling() and lies_in_memory(all_of_them))
+    check_caches(k_cache, v_cache, in_memory=in_memory)
     places, outer, inner = _places(cache, k_cache, new)
-    inside = (places >= 0) & (places < capacity) & (outer >= 0) & (outer < k_cache.shape[0])
-    try:
+    if k.is_cpu and in_memory:
+        cache.check(k_cache, new, new)
+    else:
+        capacity = cache.capacity(k_cache)
+        inside = (places >= 0) & (places < capacity) & (outer >= 0) & (outer < k_cache.shape[0])
         require(inside.all(), f"rows of k and v lie outside of the cache, of {capacity} rows a sequence")
-    except ValueError:
-        _name_what_lies_outside(cache, k_cache, new)
-        raise
-    if not k.is_cuda:
+    if not k.is_cuda and (cache.is_paged or cache.entries.numel()):
         _check_places(outer, inner)
     # Positions, then heads: indices that stand side by side are what torch.vmap maps.
     for cached, x, factors in ((k_cache, k, cache.k_factors), (v_cache, v, cache.v_factors)):
@@ -139,7 +136,7 @@ def _by_operators(cache: Cache, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: 
             rows.view(torch.uint8)[outer, inner] = own.view(torch.uint8).transpose(1, 2)
         else:
             rows[outer, inner] = x.transpose(1, 2)
-    return replace(cache, lengths=cache.lengths + new)
+    return cache.lengths + new
 
 
 # -- by the kernel -----------------------------------------------------------------------------------------------------
@@ -237,7 +234,7 @@ def _append(
     rows = 2 * k.shape[0] * k.shape[1] * k.shape[2]
     if rows == 0 or not (k.is_cuda and _is_usable()):
         nothing = Cache(lengths, entries.new_empty(0), entries, blocks, k_factors, v_factors)
-        return _by_operators(nothing, k_cache, v_cache, k, v).lengths
+        return _by_operators(nothing, k_cache, v_cache, k, v)
     check_caches(k_cache, v_cache, in_memory=True)
     filled = torch.empty_like(lengths)
     packed = arguments(filled, lengths, entries, blocks, (k_factors, v_factors), (k_cache, v_cache), (k, v))

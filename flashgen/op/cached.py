@@ -12,7 +12,7 @@ padding. Captured tensors have the sizes of the cache. There are no gradients.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,8 +32,7 @@ from flashgen.reference.programs import Place
 from flashgen.reference.shard import Shard
 
 _PLACES = len(CACHED.tensors)  # the tensors of a ``Cache``
-_Make = Callable[[int, torch.device], tuple[Tensor, ...]]
-_USUAL: dict[tuple[_Make, int], tuple[Tensor, ...]] = {}  # by the number of sequences, on CPUs
+_USUAL: dict[int, tuple[Tensor, ...]] = {}  # by the number of sequences, on CPUs
 _MOST_USUAL = 128
 
 
@@ -64,7 +63,7 @@ class Cache:
         """The cache with ``padding`` and ``entries`` filled in."""
         if self.padding.numel() and self.entries.numel():
             return self
-        padding, entries = _usual(_written_out, self.lengths.shape[0], self.lengths)
+        padding, entries = torch.zeros_like(self.lengths), torch.arange(self.lengths.shape[0]).to(self.lengths)
         padding = self.padding if self.padding.numel() else padding
         return replace(self, padding=padding, entries=self.entries if self.entries.numel() else entries)
 
@@ -86,9 +85,19 @@ class Cache:
         pages = cache[self.blocks[number, : -(-length // max(1, cache.shape[2]))].long()]
         return pages.transpose(0, 1).flatten(1, 2)[None, :, padding:length]
 
-    def check(self, cache: Tensor, queries: int) -> list[tuple[int, int]]:
-        """Raise ``ValueError`` where a row would lie outside of the cache; returns lengths and padding."""
+    def check(self, cache: Tensor, queries: int, new: int = 0) -> list[tuple[int, int]]:
+        """Raise ``ValueError`` where a row would lie outside of the cache, with ``new`` ones behind those of each.
+
+        Returns lengths and padding.
+        """
         capacity, is_paged, lengths = self.capacity(cache), self.is_paged, self.lengths.tolist()
+        if new:
+            if min(lengths, default=0) < 0:
+                b = next(b for b, length in enumerate(lengths) if length < 0)
+                raise ValueError(
+                    f"'cache_seqlens' of sequence {b} is {lengths[b]}; rows before those of k and v are 0 or more"
+                )
+            lengths = [length + new for length in lengths]
         padding = self.padding.tolist() if self.padding.numel() else [0] * len(lengths)
         entries = self.entries.tolist() if self.entries.numel() else range(len(lengths))
         for b, (length, before) in enumerate(zip(lengths, padding, strict=True)):
@@ -110,7 +119,7 @@ class Cache:
                 )
         if is_paged:
             each = torch.arange(self.blocks.shape[1], device=self.blocks.device) * cache.shape[2]
-            used = each < self.lengths[:, None]
+            used = each < self.lengths[:, None].long() + new
             outside = used & ((self.blocks < 0) | (self.blocks >= cache.shape[0]))
             if outside.any():
                 b, n = outside.nonzero()[0].tolist()
@@ -134,23 +143,10 @@ def cache_of(
     v_descale: object = None,
 ) -> Cache:
     """The cache of a call; values are not looked at. Raises what the op raises."""
-    for name, x, form in (
-        ("q", q, "[B, H, Nq, D]"),
-        ("k_cache", k_cache, "[B, Hkv, Nmax, D] or, in pages, [pages, Hkv, page, D]"),
-        ("v_cache", v_cache, "[B, Hkv, Nmax, Dv] or, in pages, [pages, Hkv, page, Dv]"),
-    ):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
-        if x.dim() != 4:
-            raise ValueError(f"'{name}' has shape {list(x.shape)}; {form} is expected")
-        if x.device != q.device:
-            raise ValueError(f"'{name}' is on {x.device}, but 'q' is on {q.device}")
-    match("k_cache", k_cache, 3, q.shape[3], "the head dimension of q")
-    for axis, what in enumerate(("entries or pages", "heads", "rows")):
-        match("v_cache", v_cache, axis, k_cache.shape[axis], f"the {what} of k_cache")
+    _check_rows(q, k_cache, v_cache)
     batch = q.shape[0]
     found = _numbers("cache_seqlens", lengths, (batch,), q)
-    nothing, no_blocks, no_factors = _usual(_nothing, batch, q)
+    nothing, no_blocks, no_factors = _usual(batch, q)
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError("'cache_batch_idx' goes with a cache of entries; in pages 'block_table' says where rows lie")
     padding = nothing if leftpad is None else _numbers("leftpad", leftpad, (batch,), q)
@@ -163,16 +159,30 @@ def cache_of(
             )
     elif cache_batch_idx is not None:
         entries = _numbers("cache_batch_idx", cache_batch_idx, (batch,), q)
-    else:
+    elif k_cache.shape[0] != batch:
         match("k_cache", k_cache, 0, batch, "the batch size of q; 'cache_batch_idx' says which entries are meant")
-    factors = [
-        no_factors if given is None else factors_of(name, given, of, (batch, k_cache.shape[1]), q.device)
-        for name, given, of in (
-            ("k_descale", k_descale, ("k_cache", k_cache)),
-            ("v_descale", v_descale, ("v_cache", v_cache)),
-        )
-    ]
-    return Cache(found, padding, entries, blocks, *factors)
+    k, v, each = ("k_cache", k_cache), ("v_cache", v_cache), (batch, k_cache.shape[1])
+    k_factors = no_factors if k_descale is None else factors_of("k_descale", k_descale, k, each, q.device)
+    v_factors = no_factors if v_descale is None else factors_of("v_descale", v_descale, v, each, q.device)
+    return Cache(found, padding, entries, blocks, k_factors, v_factors)
+
+
+def _check_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    for name, x, form in (
+        ("q", q, "[B, H, Nq, D]"),
+        ("k_cache", k_cache, "[B, Hkv, Nmax, D] or, in pages, [pages, Hkv, page, D]"),
+        ("v_cache", v_cache, "[B, Hkv, Nmax, Dv] or, in pages, [pages, Hkv, page, Dv]"),
+    ):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(f"'{name}' has shape {list(x.shape)}; {form} is expected")
+        if x.device != q.device:
+            raise ValueError(f"'{name}' is on {x.device}, but 'q' is on {q.device}")
+    if k_cache.shape[3] != q.shape[3] or v_cache.shape[:3] != k_cache.shape[:3]:  # of which one raises
+        match("k_cache", k_cache, 3, q.shape[3], "the head dimension of q")
+        for axis, what in enumerate(("entries or pages", "heads", "rows")):
+            match("v_cache", v_cache, axis, k_cache.shape[axis], f"the {what} of k_cache")
 
 
 def _nothing(batch: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -181,45 +191,38 @@ def _nothing(batch: int, device: torch.device) -> tuple[Tensor, ...]:
     return numbers, blocks, torch.empty((0, 0), dtype=torch.float32, device=device)
 
 
-def _written_out(batch: int, device: torch.device) -> tuple[Tensor, ...]:
-    """The padding and the entries of so many sequences where a call gives none."""
-    return torch.zeros(batch, dtype=torch.int32, device=device), torch.arange(batch, dtype=torch.int32, device=device)
-
-
-def _usual(make: _Make, batch: int, like: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that ``make`` gives for so many sequences, on the device of a tensor. Nobody writes to them.
+def _usual(batch: int, like: Tensor) -> tuple[Tensor, ...]:
+    """``_nothing`` on the device of a tensor. Nobody writes to it.
 
     On a CPU they are made once, as making them takes as long as a small call. They are no tensors of inference mode,
     as autograd may save them in later calls.
     """
     if not (like.is_cpu and is_plain((like,))):
-        return make(batch, like.device)
-    found = _USUAL.get((make, batch))
+        return _nothing(batch, like.device)
+    found = _USUAL.get(batch)
     if found is None:
         with torch.inference_mode(mode=False):
-            found = make(batch, like.device)
+            found = _nothing(batch, like.device)
         if len(_USUAL) < _MOST_USUAL:
-            _USUAL[make, batch] = found
+            _USUAL[batch] = found
     return found
 
 
 def _numbers(name: str, x: object, shape: tuple[int | None, ...], q: Tensor) -> Tensor:
     takes_number = len(shape) == 1
-    number = as_number(x, whole=True) if takes_number else None
+    number = as_number(x, whole=True) if takes_number and not isinstance(x, Tensor) else None
     if number is not None:
         return torch.full((shape[0] or 0,), saturated_number(number), dtype=torch.int32, device=q.device)
     if not isinstance(x, Tensor):
         what = f"a tensor ({_form(shape)})" + (" or an int" if takes_number else "")
         raise TypeError(f"'{name}' must be {what}, not {type(x).__name__}")
-    if not is_integral(x.dtype):
+    if x.dtype is not torch.int32 and not is_integral(x.dtype):
         raise TypeError(f"'{name}' is {x.dtype}; {_form(shape)} is expected")
-    if x.dim() != len(shape) or any(
-        wanted not in (None, length) for wanted, length in zip(shape, x.shape, strict=True)
-    ):
+    if x.dim() != len(shape) or x.shape[0] != shape[0]:
         raise ValueError(f"'{name}' has shape {list(x.shape)}; {_form(shape)} is expected")
     if x.device != q.device:
         raise ValueError(f"'{name}' is on {x.device}, but 'q' is on {q.device}")
-    return saturated(x).contiguous()
+    return (x if x.dtype is torch.int32 else saturated(x)).contiguous()
 
 
 def _form(shape: tuple[int | None, ...]) -> str:

@@ -213,7 +213,7 @@ class OpCalls:
                     None if silent else seed_argument(seed, q.device),
                     probability_argument(dropout_p, q.device),
                 )
-        name = self.spec.name
+        name = self._parts.spec.name
         if not signature.has_dropout:
             if dropout_p is not None and (isinstance(dropout_p, Tensor) or dropout_p != 0):
                 raise ValueError(f"dropout_p: '{name}' has no dropout; add the statement `dropout 0.0` to the spec")
