@@ -38,18 +38,9 @@ def explain_cpu(
         found.append(with_prediction(_told(each_name, products, tile, device, symbol, threads), own, call, predicted))
     titles = {products.of_pass(each) for each, (products, _) in passes.items()}
     others = {products.of_pass(each) for products in Products for each in PASSES} - titles
-    return Explanation(
-        name=name,
-        backend="cpu",
-        device=device.name,
-        target="cpu",
-        head_dim=str(variant.head_dim),
-        element=str(call.element),
-        shape=call.shape,
-        passes=tuple(found),
-        reasons=tuple(each for each in (*plan.reasons, *reasons) if each.partition(": ")[0] not in others),
-        rejected=tuple(each for each in plan.rejected if each.pass_name in titles),
-    )
+    why = [each for each in (*plan.reasons, *reasons) if each.partition(": ")[0] not in others]
+    told = call.explanation(name, "cpu", device.name, "cpu", found, why)
+    return replace(told, rejected=tuple(each for each in plan.rejected if each.pass_name in titles))
 
 
 def explain_jvp(device: Cpu, call: ExplainedCall, plan: CpuPlan, symbol: str) -> ExplainedPass:

@@ -58,23 +58,8 @@ def explain_gpu(name: str, machine: Machine, call: ExplainedCall, passes: Mappin
         rejected |= dict.fromkeys(lost for lost in each.plan.rejected if lost.pass_name in TILES_OF[each_name])
     if call.values["deterministic"]:
         reasons[_UNPREDICTED] = None
-    told = _told(name, machine, call, plan)
-    return replace(told, passes=tuple(found), reasons=tuple(reasons), rejected=tuple(rejected))
-
-
-def _told(name: str, machine: Machine, call: ExplainedCall, plan: GpuPlan) -> Explanation:
-    """The explanation without passes and reasons."""
-    return Explanation(
-        name=name,
-        backend=machine.backend,
-        device=machine.name,
-        target=plan.target,
-        head_dim=str(plan.recipe.variant.head_dim),
-        element=str(call.element),
-        shape=call.shape,
-        passes=(),
-        reasons=(),
-    )
+    told = call.explanation(name, machine.backend, machine.name, plan.target, found, tuple(reasons))
+    return replace(told, rejected=tuple(rejected))
 
 
 def explain_jvp(plan: GpuPlan, call: ExplainedCall) -> ExplainedPass:
@@ -125,8 +110,8 @@ def explain_cache(name: str, machine: Machine, call: ExplainedCall, forward: Gpu
             if each.question != "tiles"
         ),
     )
-    told = _told(name, machine, call, forward.plan)
-    return replace(told, passes=(made,), reasons=reasons, rejected=forward.plan.rejected)
+    told = call.explanation(name, machine.backend, machine.name, forward.plan.target, (made,), reasons)
+    return replace(told, rejected=forward.plan.rejected)
 
 
 def _gpu_pass(name: str, tile: Schedule, each: GpuPass) -> ExplainedPass:

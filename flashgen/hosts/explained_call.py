@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
+from flashgen.plan.explanation import ExplainedPass, Explanation
 from flashgen.reference.shard import Shard
 
 
@@ -35,3 +36,10 @@ class ExplainedCall:
         """The sizes of the call."""
         shard = self.shard
         return Shape(shard.batch, shard.heads, shard.kv_heads, shard.q_len, shard.kv_len)
+
+    def explanation(
+        self, name: str, backend: str, device: str, target: str, passes: Sequence[ExplainedPass], reasons: Sequence[str]
+    ) -> Explanation:
+        """What runs it, of an op of this name, and why."""
+        head_dim, element = str(self.head_dim), str(self.element)
+        return Explanation(name, backend, device, target, head_dim, element, self.shape, tuple(passes), tuple(reasons))

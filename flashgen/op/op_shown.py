@@ -94,18 +94,10 @@ class ShownOp(OpCalls):
             instead = widens or ("" if others is None else others.describe(call, tensors))
             reasons = (instead, *found.reasons) if instead else found.reasons
             return replace(found, reasons=reasons, derivatives=self._registered.derivatives)
-        return Explanation(
-            name=self.spec.name,
-            backend="none" if call.is_empty else "reference",
-            device=str(call.device),
-            target="none",
-            head_dim=str(call.head_dim),
-            element=str(told.element),
-            shape=told.shape,
-            passes=(),
-            reasons=(*([widens] if widens else []), _why_no_kernel(call, self._parts.backend)),
-            derivatives=self._registered.derivatives,
-        )
+        backend = "none" if call.is_empty else "reference"
+        reasons = (*([widens] if widens else []), _why_no_kernel(call, self._parts.backend))
+        found = told.explanation(self.spec.name, backend, str(call.device), "none", (), reasons)
+        return replace(found, derivatives=self._registered.derivatives)
 
     def _device(self) -> torch.device:
         """Where a call runs unless its tensors say otherwise."""
