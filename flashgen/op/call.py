@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, contiguous_format, get_num_threads
 
-from flashgen.analysis.selection import lowered
+from flashgen.analysis.selection import lowered, selection_of
 from flashgen.hosts.kernel import Kernel, KernelProvider, Node, Prepared, Stored
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, walk
 from flashgen.ir.spec import AttentionSpec, HeadDim
@@ -28,7 +28,7 @@ from flashgen.op.eight_bits import F8
 from flashgen.op.indices import Indices
 from flashgen.op.layouts import Layout, layout_like, packed_layout
 from flashgen.op.lengths import LengthChecks
-from flashgen.op.selected import captured_in_order
+from flashgen.op.selected import read_by_kernels
 from flashgen.op.signature import ELEMENTS, TORCH_DTYPES, dtype_of, kind
 from flashgen.op.tensor_kinds import NoMemoryError
 from flashgen.op.values import by_axis, type_of_sums
@@ -122,6 +122,7 @@ class CallChecker:
         is_reference: bool,
     ) -> None:
         self.spec, self.kind, self.of_kernels = spec, kind, spec if kind.lists else lowered(spec)
+        self._selection = None if kind.lists else selection_of(spec)
         self._kernels, self.has_kernels = kernels, bool(kernels)
         self._is_reference = is_reference
         allowed = [each for each in _KERNEL_DTYPES if spec.dtypes is None or each in spec.dtypes]
@@ -171,9 +172,10 @@ class CallChecker:
 
     def read(self, tensors: Sequence[Tensor], sizes: Mapping[str, int], *, in_memory: bool = True) -> Sequence[Tensor]:
         """What kernels read in the place of captured tensors, in the order of ``of_kernels``."""
-        if self.of_kernels is self.spec:
+        if self._selection is None:
             return tensors
-        return captured_in_order(self.spec, tensors, sizes, in_memory=in_memory)
+        named = {each.name: x for each, x in zip(self.spec.tensors, tensors, strict=True)}
+        return tuple(read_by_kernels(self._selection, named, sizes, in_memory=in_memory).values())
 
     def is_fetched(self, call: Call, value: Tensor | None) -> bool:
         """Whether kernels fetch a param or seed from a GPU's memory themselves, so that the host waits for nothing."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from flashgen.analysis.selection import TILE, WORD, Selection, lowered, selection_of
+from flashgen.analysis.selection import TILE, WORD, Selection, selection_of
 from flashgen.ir.expr import Load, walk
 from flashgen.ir.spec import AttentionSpec, Select
 from flashgen.op.layouts import Layout, packed_layout
@@ -28,16 +28,16 @@ _MOST_KEPT, _MOST_KNOWN = 1 << 21, 64
 _KNOWN: dict[tuple[object, ...], Tensor] = {}  # which lists tiles have, by all that it follows from
 
 
-def lowered_tensors(
-    spec: AttentionSpec, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], *, in_memory: bool = True
-) -> dict[str, Tensor]:
-    """The captured tensors of ``lowered(spec)`` by name; tensors that only other conditions read may be missing.
-
-    Not ``in_memory``: bits are on meta, and lie as others do.
-    """
+def lowered_tensors(spec: AttentionSpec, tensors: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """The captured tensors of ``lowered(spec)`` by name; tensors that only other conditions read may be missing."""
     found = selection_of(spec)
-    if found is None:
-        return dict(tensors)
+    return dict(tensors) if found is None else read_by_kernels(found, tensors, sizes)
+
+
+def read_by_kernels(
+    found: Selection, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], *, in_memory: bool = True
+) -> dict[str, Tensor]:
+    """The same, in the order of ``found.tensors``. Not ``in_memory``: bits are on meta, and lie as others do."""
     listed = tensors[found.select.tensor]
     blocks, bits = -(-sizes["Nk"] // found.select.block), _layout_of_bits(found, listed, sizes)
     tiles = None if found.tiles is None else _layout_of_tiles(found, sizes)
@@ -49,8 +49,8 @@ def lowered_tensors(
         made = {found.bits.name: _bits(listed, blocks, bits)}
         if found.tiles is not None and tiles is not None:
             made[found.tiles.name] = _tiles(found, tensors, sizes, blocks, tiles)
-    wanted = {each.name for each in found.tensors}
-    return {name: x for name, x in {**tensors, **made}.items() if name in wanted}
+    known = {**tensors, **made}
+    return {each.name: known[each.name] for each in found.tensors if each.name in known}
 
 
 def check_selection(spec: AttentionSpec, tensors: Sequence[Tensor], sizes: Mapping[str, int]) -> None:
@@ -220,12 +220,3 @@ def _lists(
     for axis in reversed(others):
         lists = lists.select(axis, 0)
     return lists
-
-
-def captured_in_order(
-    spec: AttentionSpec, tensors: Sequence[Tensor], sizes: Mapping[str, int], *, in_memory: bool = True
-) -> tuple[Tensor, ...]:
-    """``lowered_tensors`` in the order of ``lowered(spec)``, by the spec's tensors in the spec's order."""
-    named = {each.name: x for each, x in zip(spec.tensors, tensors, strict=True)}
-    found = lowered_tensors(spec, named, sizes, in_memory=in_memory)
-    return tuple(found[each.name] for each in lowered(spec).tensors)

@@ -10,8 +10,10 @@ import torch
 import flashgen
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
+from flashgen.kinds.ragged import RAGGED
+from flashgen.op import lengths, ragged
 from flashgen.op.op import AttentionOp
-from flashgen.verification.verify import verify_case
+from flashgen.verification.verify import relative_error, verify_case
 from tests.numeric.helpers import failures
 
 PER_QUERY = """
@@ -59,3 +61,17 @@ def test_nothing_is_read_of_tiles_that_nobody_selects(target: str) -> None:
     assert all(x.isfinite().all() for x in (o, *gradients))
     assert not o[:, :, 128:192].any()
     assert not gradients[1][:, :, 128:].any()
+
+
+def test_lists_need_no_lengths_of_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bits are as long as the longest sequence may be: on a GPU nobody waits for lengths."""
+    op, starts = emulated(PER_QUERY, "sm_80"), torch.tensor([0, 70, 75, 110], dtype=torch.int32)
+    q, k, v = rows = [torch.randn(110, heads, 32, requires_grad=True) for heads in (4, 2, 2)]
+    idx, d_o = torch.randint(-2, 6, (3, 2, 70, 3), dtype=torch.int32), torch.randn(110, 4, 32)
+    assert not op.engine_of(RAGGED).checker.lengths.why_seen((*rows, idx), (70, None))
+    exact = op.reference.varlen(q, k, v, starts, starts, idx=idx, dtype=torch.float64)
+    wanted = torch.autograd.grad(exact, rows, d_o.double())
+    monkeypatch.setattr(ragged, "lengths", lengths.unseen_lengths)
+    found = op.varlen(q, k, v, starts, starts, 70, idx=idx)
+    for x, y in zip((found, *torch.autograd.grad(found, rows, d_o)), (exact, *wanted), strict=True):
+        assert relative_error(x, y) < 1e-5
