@@ -131,8 +131,10 @@ class CpuProvider:
         """One a head dimension; others differ from it in macros alone."""
         return tuple(self.source(each, choices.usual()) for each, choices in self.choices.items())
 
-    def explain(self, name: str, call: ExplainedCall) -> Explanation:
-        """One call."""
+    def explain(self, name: str, call: ExplainedCall) -> Explanation | None:
+        """One dense call."""
+        if call.kind is not DENSE:
+            return None
         head_dim = call.head_dim
         choices = self.choices[head_dim]
         pins = choices.of_call(call.element, call.shape)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
+from flashgen.kinds.kind import Kind
 from flashgen.plan.explanation import ExplainedPass, Explanation
 from flashgen.reference.shard import Shard
 
@@ -22,6 +23,7 @@ class ExplainedCall:
     knows.
     """
 
+    kind: Kind
     head_dim: HeadDim
     element: ElementType
     shard: Shard

@@ -36,11 +36,9 @@ from flashgen.hosts.schedule import Compiled, schedule
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
-from flashgen.kinds.cached import CACHED, F8_CACHED
+from flashgen.kinds.cached import F8_CACHED
 from flashgen.kinds.dense import DENSE
-from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.kinds.kind import BOTH, Kind, PassName
-from flashgen.kinds.operand import F8_CODE
 from flashgen.kinds.ragged import RAGGED
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import Pins
@@ -121,17 +119,14 @@ class GpuProvider:
 
     def explain(self, name: str, call: ExplainedCall) -> Explanation:
         """One call."""
-        if call.values["element"] == F8_CODE and self.kind is not EIGHT_BITS:
-            return self.other(EIGHT_BITS).explain(name, call)
-        machine = self.machines(call.index)
-        passes = {each: self._explained(machine, each, call) for each in self.kind.passes}
+        kind, machine = kind_of_call(call.kind, call.values), self.machines(call.index)
+        if kind is not self.kind:
+            return self.other(kind).explain(name, call)
+        passes = {each: self._explained(machine, each, call) for each in kind.passes}
+        if kind.cached:
+            return explain_cache(name, machine, call, passes["forward"])
         told = explain_gpu(name, machine, call, passes)
         return with_jvp(told, self.spec, call.head_dim, machine.target, call)
-
-    def explain_cached(self, name: str, call: ExplainedCall) -> Explanation:
-        """One call over a cache."""
-        own, machine = self.other(kind_of_call(CACHED, call.values)), self.machines(call.index)
-        return explain_cache(name, machine, call, own._explained(machine, "forward", call))
 
     def _explained(self, machine: Machine, name: PassName, call: ExplainedCall) -> GpuPass:
         """The launches of a pass in their order; those of a divided call one part after another."""

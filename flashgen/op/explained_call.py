@@ -45,6 +45,7 @@ def explained_call(
         if is_learned:
             values[gradient_field(name)] = float(asks or not any(wanted))
     return call, ExplainedCall(
+        kind=engine.kind,
         head_dim=call.head_dim,
         element=_TYPES[inputs[0].dtype],
         shard=call.shard,

@@ -20,7 +20,7 @@ from flashgen.op.cached import cache_of
 from flashgen.op.conversion import splits_argument
 from flashgen.op.explained_call import explained_call, with_device
 from flashgen.op.op_calls import BACKENDS, OpParts, check_backend, is_repeatable
-from flashgen.op.op_shown import ShownOp, ShowsCaches
+from flashgen.op.op_shown import ShownOp
 from flashgen.op.reference import Reference
 from flashgen.op.tensor_kinds import check_tensors
 from flashgen.plan.explanation import Explanation
@@ -197,12 +197,13 @@ class BaseOp(ShownOp):
         nothing = 0.0 if self.signature.has_dropout else None
         call, told = explained_call(self._kinds[CACHED.name].engine, tensors, (numbers, False), nothing, device)
         shows = self._shows(call.device.type)
-        if not isinstance(shows, ShowsCaches) or call.is_empty:
+        found = None if shows is None or call.is_empty else shows.explain(self.spec.name, told)
+        if found is None:
             raise ValueError(
                 f"'{self.spec.name}': explain_decode says what calls with pairs run on GPUs and on the emulator; "
                 f"q is on {call.device}, with backend={self._parts.backend!r}"
             )
-        return shows.explain_cached(self.spec.name, told)
+        return found
 
 
 class AttentionOp(BaseOp):

@@ -37,16 +37,8 @@ class Shows(Protocol):
     def sources(self) -> tuple[KernelText, ...]:
         """The texts of these plans' kernels."""
 
-    def explain(self, name: str, call: ExplainedCall) -> Explanation:
-        """What a call runs, of an op of this name."""
-
-
-@runtime_checkable
-class ShowsCaches(Shows, Protocol):
-    """One that says what runs over caches, too."""
-
-    def explain_cached(self, name: str, call: ExplainedCall) -> Explanation:
-        """What a call over a cache runs, of an op of this name."""
+    def explain(self, name: str, call: ExplainedCall) -> Explanation | None:
+        """What a call runs, of an op of this name; None: nothing is said of calls of its kind."""
 
 
 class ShownOp(OpCalls):
@@ -88,8 +80,9 @@ class ShownOp(OpCalls):
             call, told = explained_call(self._registered.engine, (*wide, *tensors[3:]), rest, dropout_p, device)
             widens = f"no kernel of this target multiplies 8 bits: q, k and v are widened to {dtype} first"
         shows = self._shows(call.device.type)
-        if call.kernel is not None and shows is not None and not call.is_empty:
-            found = shows.explain(self.spec.name, told)
+        runs = call.kernel is not None and not call.is_empty
+        found = shows.explain(self.spec.name, told) if runs and shows is not None else None
+        if found is not None:
             others = op.engine.instead
             instead = widens or ("" if others is None else others.describe(call, tensors))
             reasons = (instead, *found.reasons) if instead else found.reasons
