@@ -148,8 +148,8 @@ def test_packages_are_imported_and_registered(names: list[str], tmp_path: Path) 
         spec = parse_text(f"attention {name} {{ head_dim 16 dtype f32 tensor w: f32[H] grad score s + w[h] }}").specs[0]
         made = compiled(analyse(spec, spec.head_dims[0]), CpuTarget(GENERIC_CPU))
         folder = tmp_path / "packages" / name
-        folder.mkdir(parents=True)
         for file, content in package_files(spec, [(made.source, made.packed())]).items():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_bytes(content)
     code = """
 import importlib, sys, torch
