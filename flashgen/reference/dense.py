@@ -86,7 +86,8 @@ def attention(
     if dropout is not None and dropout.probability > 0:
         threshold = drop_threshold(dropout.probability)
         survives = kept_pairs(dropout.seed, threshold, *(x.flatten() for x in indices))
-        weight = torch.where(survives, weight * survivor_scale(threshold), 0.0)
+        # A product, as in PyTorch and kernels, which divide by Z at last: NaN is all of its row, also if dropped.
+        weight = weight * survivor_scale(threshold) * survives
     return (weight if rounded is None else rounded(weight)) @ v, lse
 
 

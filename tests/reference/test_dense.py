@@ -245,6 +245,8 @@ def test_nan_and_infinity_pass_through() -> None:
     others = [0, 1, 2, 4, 5, 6, 7, 8]
     assert (o[0, 0, others, 0] == torch.inf).all()
     assert o[0, 0, others, 1:].isfinite().all()
+    dropped, _ = attention(spec("dropout 0.5"), q, k, v, dropout=Dropout(1 - 2**-15, 1))
+    assert dropped[0, 0, 3].isnan().all()
 
 
 @pytest.mark.parametrize("sizes", [(0, 4, 4, 9, 9), (2, 0, 0, 9, 9), (2, 4, 4, 0, 9), (2, 4, 2, 9, 0)])
