@@ -120,6 +120,7 @@ def test_an_infinite_score_is_masked() -> None:
     [
         "score where(D > 0, inf, s)  weights normalize2(exp(s))",
         "score where(D > 0, inf, s)",
+        "param on: i32 = 1  score where(on > 0, inf, s)",
         "param most: f32 = inf  score most",
         "tensor bias: f32[H]  score 0.0 + bias[h]",
         "tensor bias: f32[H] grad  score bias[h]  weights softmax(sink = 1.0)",

@@ -220,7 +220,7 @@ def spec_code(recipe: Recipe, places: Places) -> SpecCode:
     in_bounds = None if condition is None else placement.value("is_bounded", condition, Level.LAUNCH)
     # Of wide heads a kernel with both ways spills: 676 bytes at D 256.
     narrow = variant.head_dim.qk + variant.head_dim.v <= 256
-    factor = f"*= fg::factor_of_scores({exponent.factor})" if exponent.sign else _dot_factor(variant, placement)
+    factor = f"{{0}} *= fg::factor_of_scores({exponent.factor})" if exponent.sign else _dot_factor(variant, placement)
     hooks, of_rows = placement.hooks(), {each.name: each.code for each in places.row_functions}
     assert len(hooks.members[Level.DIAGONAL.value]) <= len(recipe.numbers), "the workspace has no room for all"
     return SpecCode(
@@ -294,7 +294,7 @@ def has_dropout(variant: Variant) -> bool:
 
 
 def _dot_factor(variant: Variant, placement: Placement) -> str | None:
-    """What becomes of sums of gradients of dot products at the end, where one number is their factor.
+    """What becomes of sums {0} of gradients of dot products at the end, where one number is their factor.
 
     By 0 nothing is multiplied: in a row that has +inf sums are NaN, which times 0 stays.
     """
@@ -302,7 +302,8 @@ def _dot_factor(variant: Variant, placement: Placement) -> str | None:
     if tangent is not None and tangent.slopes is not None and tangent.slopes.score_by_dot != literal(0.0):
         return None
     if isinstance(slope, Literal):
-        return f"*= {c_literal(slope.value)}" if slope.value else "= 0.0f"
+        return f"{{0}} *= {c_literal(slope.value)}" if slope.value else "{0} = 0.0f"
     if not is_of_launch(slope):
         return None
-    return f"*= {placement.value('score_by_dot', slope, Level.LAUNCH)}"
+    value = placement.value("score_by_dot", slope, Level.LAUNCH)
+    return f"{{0}} = {by_score(variant, '{0}') % value}" if variant.has_infinities else f"{{0}} *= {value}"
