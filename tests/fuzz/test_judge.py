@@ -145,6 +145,19 @@ def test_rows_that_float64_loses_are_borderline_and_empty_ones_are_not(weight: s
     assert (borderline > 0) != is_wrong
 
 
+def test_a_row_whose_lse_is_nan_has_no_tangent_of_it() -> None:
+    """exp(100) is infinite in float32. As v alone has tangents, t_lse is 0 in the formula, whatever lse is."""
+    spec = flashgen.loads("attention drawn { head_dim 16  score sin(exp(s)) }", backend="reference").spec
+    call = CallDraw(0, "f32", (1, 1, 1, 8, 9), seed=1, spread=8.0, order=2, still=("q", "k"))
+    values = arguments(spec, call)
+    own = reference(spec, values, plain(values.inputs), call, torch.float32)
+    lost = own["lse"].isnan()
+    assert 0 < lost.sum() < lost.numel()
+    for rows, is_wrong in ((lost, False), (~lost, True)):
+        said = own["t_lse"].masked_fill(rows, torch.nan)
+        assert ("t_lse" in compare(spec, call, values, {**own, "t_lse": said})[0]) == is_wrong
+
+
 def test_other_bits_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = iter(range(100))
 

@@ -50,7 +50,11 @@ def compare(
         for phase in phases or (0.0,)
     ]
     if "lse" in truth:
-        own["lse"] = _as_endless(own["lse"], truth["lse"])
+        unknown = own["lse"].isnan()
+        # Where weights add up to infinity, o is no number; then lse, log(inf), may be none, too.
+        own["lse"] = _forgiven(own["lse"], truth["lse"], truth["lse"] == torch.inf)
+        if "t_lse" in truth:  # that of a row whose lse is none, and judged: NaN, though what moves be v alone, and it 0
+            own["t_lse"] = _forgiven(own["t_lse"], truth["t_lse"], unknown)
     suspects: dict[str, tuple[float, float]] = {}
     for name, exact in truth.items():
         error, reached = relative_error(own[name], exact), max(relative_error(each[name], exact) for each in composed)
@@ -79,9 +83,9 @@ def _wide(given: Inputs) -> torch.dtype:
     return torch.bfloat16 if given.q.dtype is F8 else given.q.dtype
 
 
-def _as_endless(own: Tensor, truth: Tensor) -> Tensor:
-    """Where weights add up to infinity, o is no number; then lse, log(inf), may be none, too."""
-    return torch.where((truth == torch.inf) & own.isnan(), truth.to(own.dtype), own)
+def _forgiven(own: Tensor, truth: Tensor, where: Tensor) -> Tensor:
+    """The same, but the truth for NaN at some places."""
+    return torch.where(where & own.isnan(), truth.to(own.dtype), own)
 
 
 def _is_lost_in_float64(spec: AttentionSpec, values: Arguments, wide: Inputs, truth: Results, own: Results) -> bool:
