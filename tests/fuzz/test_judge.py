@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from multiprocessing.connection import Connection
@@ -253,10 +254,19 @@ def test_tiles_that_lengths_choose(tmp_path: Path) -> None:
     assert not all(drawn)
 
 
-def test_what_stored_tangents_of_o_leave_is_borderline(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("drawn", "shape", "wants"),
+    [
+        ("head_dim 1  dropout 0.9", (2, 6, 3, 16, 64), "all"),
+        ("head_dim 64  dropout 0.3", (2, 3, 3, 7, 1), "qkv"),  # tangents of gradients cancel, too
+    ],
+)
+def test_what_stored_tangents_of_o_leave_is_borderline(
+    drawn: str, shape: tuple[int, int, int, int, int], wants: str, tmp_path: Path
+) -> None:
     """Rows that see one key alone: gradients through tangents cancel but for what rounding o, and t_o, leaves."""
-    text, shape = "attention drawn { head_dim 1  dropout 0.9 }", (2, 6, 3, 16, 64)
     call = CallDraw(0, "bf16", shape, seed=6, spread=30.0, dropout_seed=1, order=2, still=("q", "k"), mixed=True)
-    verdict = judge(Case(text, (call,), Machine("cpu")), tmp_path)
+    call = dataclasses.replace(call, wants=wants)
+    verdict = judge(Case(f"attention drawn {{ {drawn} }}", (call,), Machine("cpu")), tmp_path)
     assert verdict.results == 12
     assert not verdict.findings

@@ -18,6 +18,7 @@ from torch import Tensor
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.eight_bits import F8
 from flashgen.verification.inputs import Inputs
+from flashgen.verification.second_order import DIRECTIONS, numbers_like
 from flashgen.verification.verify import FLOAT32_TOLERANCE, norm, relative_error, widened
 from tools.fuzz.draws import CallDraw
 from tools.fuzz.inputs import Arguments, plain
@@ -153,6 +154,9 @@ def _left_by_rounding(
     size_of_tangent = (
         _delta_by_rounding(values, wide, _tangent_of_o(spec, values, wide, call), o.dtype) if moves else size
     )
+    # The tangent of delta, which tangents of gradients have, is t(dO) · O + dO · tO: roundings of O and tO enter it.
+    turned = dataclasses.replace(wide, d_o=numbers_like(wide.d_o, DIRECTIONS))
+    size_of_turned = _delta_by_rounding(values, turned, exact.detach(), o.dtype)
     left: dict[str, float] = {}
     for _ in range(2):
         arriving = signed(size)
@@ -161,6 +165,8 @@ def _left_by_rounding(
             more |= _left_through_tangents(spec, values, wide, call, arriving)
             for name, found in gradients(signed(size_of_tangent)).items():
                 more[f"dt_{name}"] = more.get(f"dt_{name}", 0.0) + found
+            for name, found in gradients(signed(size_of_turned)).items():
+                more[f"td_{name}"] = more[f"dt_{name}"] + found
         left = {name: max(found, left.get(name, 0.0)) for name, found in more.items()}
     return left
 
