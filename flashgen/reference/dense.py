@@ -86,8 +86,7 @@ def attention(
     if dropout is not None and dropout.probability > 0:
         threshold = drop_threshold(dropout.probability)
         survives = kept_pairs(dropout.seed, threshold, *(x.flatten() for x in indices))
-        # A product, as in PyTorch and kernels, which divide by Z at last: NaN is all of its row, also if dropped.
-        weight = weight * survivor_scale(threshold) * survives
+        weight = weight * survivor_scale(threshold) * survives  # as in PyTorch, a row of NaN stays one, also if dropped
     return (weight if rounded is None else rounded(weight)) @ v, lse
 
 

@@ -186,6 +186,7 @@ struct Plan {
       {FLASHGEN_BACKWARD_BR, FLASHGEN_PAIR_BACKWARD_BR, FLASHGEN_MATRIX_BACKWARD_BR, FLASHGEN_SPLIT_BACKWARD_BR};
   static constexpr int BACKWARD_BC[] =
       {FLASHGEN_BACKWARD_BC, FLASHGEN_PAIR_BACKWARD_BC, FLASHGEN_MATRIX_BACKWARD_BC, FLASHGEN_SPLIT_BACKWARD_BC};
+  static constexpr int lowest_split_rows = std::min({BR[3], BACKWARD_BR[3]});
 };
 
 // ---- The spec: values that change with the launch (u), the head (x), the row (r) and the column (c) ---------------
@@ -386,13 +387,11 @@ template <class Products> using ForwardPass = Forward<Spec, ForwardTile<Spec, Pr
 
 #if !FLASHGEN_PART || FLASHGEN_PART == 1
 extern "C" int64_t alibi_d64_forward_workspace(const Arguments* a) {
-  return with_products(*a, Plan::BR[3], [&](auto products) {
-    return ForwardPass<decltype(products)>::workspace_bytes(*a);
-  });
+  return with_products(*a, [&](auto products) { return ForwardPass<decltype(products)>::workspace_bytes(*a); });
 }
 
 extern "C" void alibi_d64_forward(const Arguments* a) {
-  with_products(*a, Plan::BR[3], [&](auto products) { ForwardPass<decltype(products)>::run(*a); });
+  with_products(*a, [&](auto products) { ForwardPass<decltype(products)>::run(*a); });
 }
 #endif
 
@@ -400,13 +399,11 @@ template <class Products> using BackwardPass = Backward<Spec, BackwardTile<Spec,
 
 #if !FLASHGEN_PART || FLASHGEN_PART == 2
 extern "C" int64_t alibi_d64_backward_workspace(const Arguments* a) {
-  return with_products(*a, Plan::BACKWARD_BR[3], [&](auto products) {
-    return BackwardPass<decltype(products)>::workspace_bytes(*a);
-  });
+  return with_products(*a, [&](auto products) { return BackwardPass<decltype(products)>::workspace_bytes(*a); });
 }
 
 extern "C" void alibi_d64_backward(const Arguments* a) {
-  with_products(*a, Plan::BACKWARD_BR[3], [&](auto products) { BackwardPass<decltype(products)>::run(*a); });
+  with_products(*a, [&](auto products) { BackwardPass<decltype(products)>::run(*a); });
 }
 #endif
 
@@ -424,18 +421,18 @@ template <class Products> using RaggedForwardPass = RaggedForward<Spec, ForwardP
 template <class Products> using RaggedBackwardPass = RaggedBackward<Spec, BackwardPass<Products>>;
 #if FLASHGEN_PART != 4
 extern "C" int64_t alibi_d64_ragged_forward_workspace(const Arguments* a, const Ragged* r) {
-  return ragged::workspace_bytes<RaggedForwardPass>(*a, *r, Plan::BR[3]);
+  return ragged::workspace_bytes<RaggedForwardPass>(*a, *r);
 }
 extern "C" void alibi_d64_ragged_forward(const Arguments* a, const Ragged* r) {
-  ragged::run<RaggedForwardPass>(*a, *r, Plan::BR[3]);
+  ragged::run<RaggedForwardPass>(*a, *r);
 }
 #endif
 #if FLASHGEN_PART != 3
 extern "C" int64_t alibi_d64_ragged_backward_workspace(const Arguments* a, const Ragged* r) {
-  return ragged::workspace_bytes<RaggedBackwardPass>(*a, *r, Plan::BACKWARD_BR[3]);
+  return ragged::workspace_bytes<RaggedBackwardPass>(*a, *r);
 }
 extern "C" void alibi_d64_ragged_backward(const Arguments* a, const Ragged* r) {
-  ragged::run<RaggedBackwardPass>(*a, *r, Plan::BACKWARD_BR[3]);
+  ragged::run<RaggedBackwardPass>(*a, *r);
 }
 #endif
 #endif

@@ -92,3 +92,13 @@ def test_the_largest_and_the_smallest_numbers(load: Callable[[str, str], Attenti
     for size, keys in ((3.4e38, 1), (1e-30, 200)):
         k, v = normal(1, 1, keys, 32, seed=1), torch.full((1, 1, keys, 32), size)
         assert_close(op(q, k, v) / size, torch.ones(1, 1, 200, 32), 1e-6)
+
+
+def test_both_passes_find_the_same_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where tiles of one alone repay parts: sums of another order move the weight of a large score by 1e-3."""
+    monkeypatch.setenv("CXX", f"c++ -DFLASHGEN_MATRIX_PRODUCTS={1 if HAS_REGISTERS else 2}")
+    op = flashgen.loads("attention low_tiles { head_dim 40  mask i == j  schedule { Br = 16 backward_Br = 128 } }")
+    q, k = (100.0 * normal(1, 2, 200, 40, seed=seed) for seed in range(2))
+    v = normal(1, 2, 200, 40, seed=2).requires_grad_()
+    (d_v,) = torch.autograd.grad(op(q, k, v).sum(), v)
+    assert_close(d_v, torch.ones_like(v), 2e-6)

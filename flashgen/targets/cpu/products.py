@@ -69,7 +69,7 @@ OF_TANGENTS = (Products.VECTORS, Products.SPLIT)
 def products_of_call(
     device: Cpu, element: ElementType, shape: Shape, split_rows: int, among: Sequence[Products] = tuple(Products)
 ) -> Products:
-    """What a call of this shape takes; ``split_rows`` is B_r of the pass where numbers are split into parts.
+    """What a call of this shape takes; ``split_rows`` is the lower B_r of its passes in parts.
 
     Few queries without a backward pass take vectors, whatever their type (``are_few`` of the template).
     """
@@ -78,7 +78,8 @@ def products_of_call(
         return Products.PAIRS if in_pairs else Products.VECTORS
     if element is ElementType.BF16 and Products.BFLOAT16 in among:
         return Products.BFLOAT16
-    return Products.SPLIT if shape.q_len >= FEWEST_ROWS and repays_parts(split_rows) else Products.VECTORS
+    is_repaid = among == OF_TANGENTS or repays_parts(split_rows)
+    return Products.SPLIT if is_repaid and shape.q_len >= FEWEST_ROWS else Products.VECTORS
 
 
 def repays_parts(rows: int) -> bool:

@@ -42,12 +42,10 @@ class CpuPlan(Plan):
         return {each.of_pass(name): tile for each, tiles in self.tiles.items() for name, tile in tiles.items()}
 
     def of_call(self, device: Cpu, element: ElementType, shape: Shape) -> Mapping[str, tuple[Products, Tiles]]:
-        """How a call multiplies in each pass, and its tiles."""
-        found = {}
-        for name, split in self.tiles[Products.SPLIT].items():
-            products = products_of_call(device, element, shape, split.Br, tuple(self.tiles))
-            found[name] = (products, self.tiles[products][name])
-        return found
+        """How a call multiplies, the same in each pass, and its tiles."""
+        lowest = min(split.Br for split in self.tiles[Products.SPLIT].values())
+        products = products_of_call(device, element, shape, lowest, tuple(self.tiles))
+        return {name: (products, tile) for name, tile in self.tiles[products].items()}
 
     @property
     def elements_apart(self) -> tuple[ElementType, ...]:

@@ -479,19 +479,19 @@ template <class Later> class Spread {
   int due_ = 0;
 };
 
-// The kind of products that a call of so many query rows goes with. K and V are laid out in parts for each tile of
-// `tile_rows` query rows, which a short call does not repay, nor a low tile (measured: from 160 rows of a call and 128
-// of a tile on). Threads have no say: they change no bit.
+// The kind of products that a call of so many query rows goes with, the same in both passes: scores agree to the
+// bit. K and V are laid out in parts for each tile, which neither a short call repays nor, but in forward mode, low
+// tiles (measured: from 160 rows of a call and 128 of a tile on). Threads have no say: they change no bit.
 #ifndef FLASHGEN_FEWEST_ROWS
 #define FLASHGEN_FEWEST_ROWS 160
 #endif
 enum { VECTORS, PAIRS, BFLOAT16, PARTS, KINDS_OF_PRODUCTS };
-inline int products_of(const Arguments& a, int64_t queries, int tile_rows) {
+inline int products_of(const Arguments& a, int64_t queries) {
   const bool rounded = !Spec::tangent && a.element == BF16;
-  const bool is_repaid = queries >= FLASHGEN_FEWEST_ROWS && 5 * tile_rows >= 4 * FLASHGEN_FEWEST_ROWS;
+  constexpr bool high = Spec::tangent || 5 * Plan::lowest_split_rows >= 4 * FLASHGEN_FEWEST_ROWS;
   if (rounded && are_few(a, queries)) return VECTORS;
 #if FLASHGEN_MATRIX_PRODUCTS
-  if (fg::has_matrix_registers()) return rounded ? BFLOAT16 : is_repaid ? PARTS : VECTORS;
+  if (fg::has_matrix_registers()) return rounded ? BFLOAT16 : high && queries >= FLASHGEN_FEWEST_ROWS ? PARTS : VECTORS;
 #elif FLASHGEN_PAIR_PRODUCTS
   if (rounded) return PAIRS;
 #endif
@@ -499,8 +499,8 @@ inline int products_of(const Arguments& a, int64_t queries, int tile_rows) {
 }
 
 // pass(products) with this kind. A library that is for some calls alone lacks kinds of the others.
-template <class Pass> inline auto with_products(const Arguments& a, int tile_rows, const Pass& pass) {
-  [[maybe_unused]] const int kind = products_of(a, a.q_len, tile_rows);
+template <class Pass> inline auto with_products(const Arguments& a, const Pass& pass) {
+  [[maybe_unused]] const int kind = products_of(a, a.q_len);
 #if FLASHGEN_MATRIX_PRODUCTS
   if constexpr (FLASHGEN_PRODUCTS != 3 && !Spec::tangent)
     if (kind == BFLOAT16) return pass(MatrixProducts<1>());

@@ -108,16 +108,16 @@ inline Totals totals_of(const Arguments& all, const Ragged& r, const std::vector
 // perform(products, numbers) for the sequences that the same kind of products goes with. Each gets the kind of its
 // dense call.
 template <class Perform>
-inline void for_each_kind(const Arguments& all, const Ragged& r, int tile_rows, const Perform& perform) {
+inline void for_each_kind(const Arguments& all, const Ragged& r, const Perform& perform) {
   std::array<std::vector<int32_t>, KINDS_OF_PRODUCTS> numbers;
   for (int64_t n = 0; n < r.sequences; ++n)
     if (q_len(all, r, n) > 0 || kv_len(r, n) > 0)
-      numbers[products_of(all, q_len(all, r, n), tile_rows)].push_back(int32_t(n));
+      numbers[products_of(all, q_len(all, r, n))].push_back(int32_t(n));
   for (int kind = KINDS_OF_PRODUCTS - 1; kind >= 0; --kind) {
     if (numbers[kind].empty()) continue;
     Arguments like = all;
     like.q_len = q_len(all, r, numbers[kind][0]);
-    with_products(like, tile_rows, [&](auto products) { perform(products, numbers[kind]); });
+    with_products(like, [&](auto products) { perform(products, numbers[kind]); });
   }
 }
 
@@ -516,16 +516,15 @@ template <class Spec, class Pass> struct RaggedBackward {
 namespace ragged {
 
 // The bytes that a pass takes, and the pass. Pass<Products> is one of the above.
-template <template <class> class Pass>
-int64_t workspace_bytes(const Arguments& all, const Ragged& r, int tile_rows) {
+template <template <class> class Pass> int64_t workspace_bytes(const Arguments& all, const Ragged& r) {
   int64_t most = 0;
-  for_each_kind(all, r, tile_rows, [&](auto products, const std::vector<int32_t>& numbers) {
+  for_each_kind(all, r, [&](auto products, const std::vector<int32_t>& numbers) {
     most = std::max(most, Pass<decltype(products)>::bytes(all, totals_of(all, r, numbers)));
   });
   return most + 64;
 }
-template <template <class> class Pass> void run(const Arguments& all, const Ragged& r, int tile_rows) {
-  for_each_kind(all, r, tile_rows, [&](auto products, const std::vector<int32_t>& numbers) {
+template <template <class> class Pass> void run(const Arguments& all, const Ragged& r) {
+  for_each_kind(all, r, [&](auto products, const std::vector<int32_t>& numbers) {
     Pass<decltype(products)>::run(all, r, numbers);
   });
 }
