@@ -531,16 +531,17 @@ template <class Find> FG_DEVICE RowOffset row_offset(const Arguments& a, float l
 // still holds.
 FG_DEVICE int backwards() { return fg::grid_size() - 1 - fg::block_index(); }
 // How contributions to captured gradients are added up: by atomic additions of floats; or, where results have to
-// repeat, as integers, whose order does not matter. Their unit follows from the largest contribution, which a first run
-// measures.
+// repeat, as integers, whose order does not matter: their unit follows from the largest contribution, which a first run
+// measures. NaN and infinity are added as floats: in any order the sum is the same.
 enum class Adding { atomic, measure, exact };
 
 template <Adding how> struct Adder {
   uint32_t largest[1] = {};  // of this thread, the bits of a float
 
   template <int k> FG_DEVICE void add(const Arguments& a, float* target, int64_t offset, float value) {
-    if constexpr (how == Adding::atomic) fg::global_add(target + offset, value);
-    else if constexpr (how == Adding::measure) largest[k] = fg::larger(largest[k], __float_as_uint(fabsf(value)));
+    if constexpr (how == Adding::measure)
+      largest[k] = fg::larger(largest[k], fg::is_finite(value) ? __float_as_uint(fabsf(value)) : 0);
+    else if (how == Adding::atomic || !fg::is_finite(value)) fg::global_add(target + offset, value);
     else fg::global_add(exact_sums(a, k) + offset, fg::fixed_point(value, fg::global_load(largest_of(a) + k)));
   }
   FG_DEVICE void finish(const Arguments& a) {

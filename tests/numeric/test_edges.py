@@ -142,6 +142,23 @@ def test_a_score_that_no_product_moves_gives_it_no_gradient(
             assert not gradient.any()
 
 
+@pytest.mark.parametrize(("backend", "target"), [("cpu", None), ("emulator", "sm_80"), ("emulator", "sm_90a")])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_an_element_without_a_number_leaves_the_others(backend: str, target: str | None, deterministic: bool) -> None:
+    op = flashgen.loads(
+        "attention some { head_dim 32  tensor bias: f32[H] grad  score s + bias[h]  weights softmax(sink = 0.0) }",
+        backend=backend,
+        target=target,
+    )
+    bias = torch.tensor([0.5, torch.inf, -1.0], requires_grad=True)
+    inputs = [normal(1, 3, 20, 32, seed=seed).to(torch.bfloat16) for seed in range(3)]
+    weigh = normal(1, 3, 20, 32, seed=3)
+    results = op(*inputs, bias=bias, deterministic=deterministic), op.reference(*inputs, bias=bias)
+    found, exact = (torch.autograd.grad((o.float() * weigh).sum(), bias)[0] for o in results)
+    assert found.isnan().tolist() == exact.isnan().tolist() == [False, True, False]
+    torch.testing.assert_close(found[::2], exact[::2], rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize(("target", "head_dim"), [("sm_80", 64), ("sm_90a", 64), ("sm_90a", 256)])
 @pytest.mark.parametrize(
     ("sizes", "shape", "statements"),

@@ -23,8 +23,9 @@ FG_DEVICE bool element(const bool* tensor, int64_t index) {
 
 FG_DEVICE uint32_t larger(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
-// `largest` are the bits of a float at least as large as any contribution's absolute value, less than 2^e: the unit is
-// 2^(e - 32), so that 2^31 contributions fit into 64 bits. Where it is no number, neither is any sum.
+// `largest` are the bits of a float at least as large as any finite contribution's absolute value, less than 2^e: the unit
+// is 2^(e - 32), so that 2^31 contributions fit into 64 bits.
+FG_DEVICE bool is_finite(float x) { return fabsf(x) <= 0x1.fffffep127f; }
 FG_DEVICE int unit_exponent(uint32_t largest) { return int(largest >> 23) - 126 - 32; }
 FG_DEVICE double power_of_two(int exponent) {
   const uint64_t bits = uint64_t(exponent + 1023) << 52;
@@ -36,7 +37,6 @@ FG_DEVICE uint64_t fixed_point(float value, uint32_t largest) {
   return uint64_t(int64_t(rint(double(value) * power_of_two(-unit_exponent(largest)))));
 }
 FG_DEVICE float from_fixed_point(uint64_t sum, uint32_t largest) {
-  if (largest >= 0x7f800000u) return __uint_as_float(0x7fc00000u);
   return float(double(int64_t(sum)) * power_of_two(unit_exponent(largest)));
 }
 
