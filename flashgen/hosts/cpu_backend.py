@@ -81,8 +81,7 @@ def cpu_provider(
 
 
 def _compiled(source: KernelSource) -> Path:
-    (binary,) = compile_sources([source])
-    return binary.path
+    return compile_sources([source])[0].path
 
 
 class CpuProvider:

@@ -61,11 +61,10 @@ class Cache:
 
     def in_numbers(self) -> Cache:
         """The cache with ``padding`` and ``entries`` filled in."""
-        if self.padding.numel() and self.entries.numel():
-            return self
-        padding, entries = torch.zeros_like(self.lengths), torch.arange(self.lengths.shape[0]).to(self.lengths)
-        padding = self.padding if self.padding.numel() else padding
-        return replace(self, padding=padding, entries=self.entries if self.entries.numel() else entries)
+        padding, entries, like = self.padding, self.entries, self.lengths
+        padding = padding if padding.numel() else torch.zeros_like(like)
+        entries = entries if entries.numel() else torch.arange(like.shape[0], dtype=like.dtype, device=like.device)
+        return replace(self, padding=padding, entries=entries)
 
     def capacity(self, cache: Tensor) -> int:
         """The rows that a sequence has room for."""

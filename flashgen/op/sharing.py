@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 _FAR = 1 << 62
 
@@ -48,6 +49,7 @@ def _refuse_expanded(name: str, cache: Tensor) -> None:
 
 
 @functools.lru_cache(maxsize=512)
+@_disable_dynamo  # which prints arrays that it meets, and would read this one
 def _meet(
     shape: Sequence[int], strides: Sequence[int], other: Sequence[int], others: Sequence[int], size: int, apart: int
 ) -> bool:
