@@ -41,8 +41,7 @@ class Kind:
     lie in a cache, of ``f8_cached`` in 8 bits beside queries of more. ``parts``: they see some of the keys of rows, and
     write float32. ``slices``: o, lse and dQ are rows of larger tensors, and gradients of keys float32. ``f8``: they
     multiply q, k and v of 8 bits. ``lists``: they read lists of selected keys, others the bits that are made of these.
-    ``rows_of_heads``: the rows of a tile are of the heads that share keys, at positions
-    that need not be neighbours.
+    ``rows_of_heads``: the rows of a tile are of the heads that share keys, at positions that need not be neighbours.
     """
 
     name: str
