@@ -15,8 +15,7 @@ from types import MappingProxyType
 
 from flashgen.analysis.bounds import Conditions, IndexProof, IndexStatus, number_range, uncertain
 from flashgen.analysis.prover import SIZE_OF, symbol_ranges
-from flashgen.diagnostics.diagnostic import Diagnostic
-from flashgen.diagnostics.span import Source, Span
+from flashgen.diagnostics.diagnostic import Diagnostic, Source, Span
 from flashgen.ir.expr import Expr, Literal, Load, Symbol, SymbolKind, walk
 from flashgen.ir.interval import IntRange
 from flashgen.ir.spec import AttentionSpec

@@ -105,7 +105,7 @@ def report_file(
 ) -> tuple[PlanReport, ...]:
     """The plans of a file with everything that is known of them at a shape. An architecture is timed on a product."""
     from flashgen.plan.report import DEFAULT_SHAPE
-    from flashgen.targets.report import report
+    from flashgen.targets.families import report
 
     on, at = device_named(device or "local", sram), shape or DEFAULT_SHAPE
     variants = variants_of(read_file(path, constants))

@@ -1,11 +1,9 @@
 """Diagnostics: what was wrong in a user's text, as data, and the one renderer that shows it."""
 
-from flashgen.diagnostics.codes import CODES, explanation
-from flashgen.diagnostics.diagnostic import Diagnostic, in_reading_order
-from flashgen.diagnostics.error import SpecError
+from flashgen.diagnostics.codes import CODES
+from flashgen.diagnostics.diagnostic import Diagnostic, Source, Span, in_reading_order
 from flashgen.diagnostics.names import nearest, quoted_list
-from flashgen.diagnostics.render import render
-from flashgen.diagnostics.span import Source, Span
+from flashgen.diagnostics.render import SpecError, render
 
 __all__ = [
     "Span",
@@ -13,7 +11,6 @@ __all__ = [
     "Diagnostic",
     "SpecError",
     "CODES",
-    "explanation",
     "render",
     "in_reading_order",
     "nearest",

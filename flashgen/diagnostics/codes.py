@@ -87,8 +87,3 @@ CODES: Mapping[str, str] = MappingProxyType(
         "W506": "a target has no use for a part of the spec",
     }
 )
-
-
-def explanation(code: str) -> str:
-    """What all diagnostics under a code have in common, as a clause."""
-    return CODES[code]

@@ -8,6 +8,7 @@
 
 A span over several lines is shown by its first line, a long line by the part around the carets. Columns in the
 first line count characters of the text; carets are placed by the width that characters take on a terminal.
+``SpecError`` raises every diagnostic of one run once.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flashgen.diagnostics.diagnostic import Diagnostic
-from flashgen.diagnostics.span import Source, Span
+from flashgen.diagnostics.diagnostic import Diagnostic, Source, Span
 
 _TAB = 4
 _WIDEST_LINE = 110
@@ -120,3 +120,15 @@ def _character_width(character: str) -> int:
     if unicodedata.combining(character):
         return 0
     return 2 if unicodedata.east_asian_width(character) in ("W", "F") else 1
+
+
+class SpecError(Exception):
+    """A user's mistake, as data: every diagnostic of one run and the texts that they point into."""
+
+    def __init__(self, diagnostics: Sequence[Diagnostic], sources: Sequence[Source] = ()) -> None:
+        self.diagnostics = tuple(diagnostics)
+        self.sources = tuple(sources)
+        super().__init__(self.diagnostics, self.sources)
+
+    def __str__(self) -> str:
+        return render(self.diagnostics, self.sources)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashgen.analysis.variant import Variant
-from flashgen.hosts.explained import with_mask_of_call, with_prediction
-from flashgen.hosts.explained_call import ExplainedCall
+from flashgen.hosts.explained_call import ExplainedCall, with_mask_of_call, with_prediction
 from flashgen.plan.explanation import ExplainedKernel, ExplainedPass, Explanation
 from flashgen.plan.measured import PASSES
 from flashgen.plan.plan import Tiles

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from flashgen.hosts.explained import with_mask_of_call, with_prediction
-from flashgen.hosts.explained_call import ExplainedCall
+from flashgen.hosts.explained_call import ExplainedCall, with_mask_of_call, with_prediction
 from flashgen.hosts.kernel import Step
 from flashgen.hosts.machine import Machine
 from flashgen.kinds.kind import PassName

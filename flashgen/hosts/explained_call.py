@@ -1,15 +1,22 @@
-"""A call that is to be explained, not run, as the op hands it to a host."""
+"""A call that is to be explained, not run, as the op hands it to a host, and what explanations share."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from flashgen.analysis.simplify import simplify
+from flashgen.analysis.variant import Variant
+from flashgen.ir.build import apply
+from flashgen.ir.expr import Expr, Literal, Symbol, SymbolKind, index, literal, size, substitute
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.kinds.kind import Kind
 from flashgen.plan.explanation import ExplainedPass, Explanation
+from flashgen.plan.prediction import PassTime
+from flashgen.plan.report import describe_bound
+from flashgen.plan.tile_counts import tile_counts
 from flashgen.reference.shard import Shard
 
 
@@ -45,3 +52,31 @@ class ExplainedCall:
         """What runs it, of an op of this name, and why."""
         head_dim, element = str(self.head_dim), str(self.element)
         return Explanation(name, backend, device, target, head_dim, element, self.shape, tuple(passes), tuple(reasons))
+
+
+def with_mask_of_call(variant: Variant, call: ExplainedCall) -> Variant:
+    """The variant whose mask is over positions within the call: offsets, sizes and params are numbers in it."""
+    shard = call.shard
+    group = max(shard.group, 1)
+    starts = {"b": shard.b_start, "h": shard.h_start, "hkv": shard.h_start // group}
+    starts |= {"i": shard.q_start, "j": shard.kv_start}
+    known: dict[Expr, Expr] = {
+        index(name): apply("add", index(name), literal(start)) for name, start in starts.items() if start
+    }
+    known |= {size(name): literal(number) for name, number in call.sizes.items()}
+    for param in variant.spec.params:
+        if param.name in call.params:
+            symbol = Symbol(param.type, name=param.name, kind=SymbolKind.PARAM)
+            known[symbol] = Literal(param.type, value=call.params[param.name])
+    return replace(variant, keep=simplify(substitute(variant.keep, known)))
+
+
+def with_prediction(made: ExplainedPass, variant: Variant, call: ExplainedCall, predicted: PassTime) -> ExplainedPass:
+    """The pass with what the model says of it, for the mask where the call puts it."""
+    return replace(
+        made,
+        hbm_bytes=predicted.hbm_bytes,
+        seconds=predicted.seconds,
+        limited_by=describe_bound(predicted),
+        at_most=bool(tile_counts(variant, call.shape, made.Br, made.Bc).unknown),
+    )

@@ -13,8 +13,7 @@ from flashgen.hosts.kernel import ArgumentLayout, Values
 from flashgen.ir.spec import HeadDim
 from flashgen.kinds.cached import FACTORS, PLACES
 from flashgen.kinds.dense import OPERANDS
-from flashgen.kinds.field import Field
-from flashgen.kinds.operand import Operand, span
+from flashgen.kinds.operand import Field, Operand, span
 from flashgen.kinds.ragged import STARTS
 from flashgen.plan.arguments import (
     dimension_field,

@@ -32,7 +32,7 @@ from flashgen.plan.explanation import Explanation
 from flashgen.plan.launches import PassLaunches
 from flashgen.plan.measured import Pins
 from flashgen.plan.plan import CallKind, Part
-from flashgen.targets.gpu.by_rows import pins_of_rows
+from flashgen.targets.gpu.by_shape import pins_of_rows
 from flashgen.targets.gpu.compile import GpuBinary
 from flashgen.targets.gpu.layouts import fits_blocks
 from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, has_jvp, has_jvp_backward

@@ -15,8 +15,8 @@ from typing import Protocol
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
-from flashgen.kinds.field import Field
 from flashgen.kinds.kind import Kind, PassName
+from flashgen.kinds.operand import Field
 from flashgen.plan.arguments import param_field, param_place_field
 from flashgen.plan.launches import Box
 

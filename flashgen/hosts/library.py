@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from flashgen.hosts.kernel import ArgumentLayout, Kernel, Native, NoSuchPassError, Prepared, Values, no_other
-from flashgen.kinds.field import Field
 from flashgen.kinds.kind import Kind, PassName
+from flashgen.kinds.operand import Field
 from flashgen.plan.arguments import fields_of_kind, table_field
 from flashgen.toolchains.cpp import load_library
 

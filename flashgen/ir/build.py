@@ -9,7 +9,7 @@ from functools import reduce
 
 import numpy as np
 
-from flashgen.diagnostics.span import Span
+from flashgen.diagnostics.diagnostic import Span
 from flashgen.ir.expr import Apply, Expr, Literal, literal, walk
 from flashgen.ir.interval import INT_MAX, INT_MIN
 from flashgen.ir.operators import OPERATORS, TypingError

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from weakref import WeakValueDictionary
 
-from flashgen.diagnostics.span import Span
+from flashgen.diagnostics.diagnostic import Span
 from flashgen.ir.types import ScalarType
 
 MAX_DEPTH = 120

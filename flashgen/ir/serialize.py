@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import astuple
 from typing import Any
 
-from flashgen.diagnostics.span import Source, Span
+from flashgen.diagnostics.diagnostic import Source, Span
 from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind, walk
 from flashgen.ir.spec import (
     AttentionSpec,

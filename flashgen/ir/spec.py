@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from flashgen.diagnostics.span import Source, Span
+from flashgen.diagnostics.diagnostic import Source, Span
 from flashgen.ir.expr import Expr
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.ir.weights import Weights

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from flashgen.diagnostics.span import Source, Span
+from flashgen.diagnostics.diagnostic import Source, Span
 from flashgen.ir.expr import Apply, Expr, Symbol, SymbolKind, literal, score_input, substitute, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param, Schedule, Statement
 from flashgen.ir.text import text

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashgen.kinds.dense import OPERANDS
-from flashgen.kinds.field import Field
 from flashgen.kinds.kind import BOTH, Kind, named
-from flashgen.kinds.operand import Elements, Rows
+from flashgen.kinds.operand import Elements, Field, Rows
 
 PLACES = {
     "cache_lengths": "[batch]: the rows of each sequence in the cache",

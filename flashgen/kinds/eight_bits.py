@@ -6,9 +6,8 @@ from dataclasses import replace
 
 from flashgen.ir.types import ElementType
 from flashgen.kinds.dense import DENSE, OPERANDS
-from flashgen.kinds.field import operand_field
 from flashgen.kinds.kind import BOTH, named
-from flashgen.kinds.operand import F32, KEYS, Elements, Operand, Rows, Width
+from flashgen.kinds.operand import F32, KEYS, Elements, Operand, Rows, Width, operand_field
 
 DESCALES = ("q_descale", "k_descale", "v_descale")
 _FACTORS = tuple(

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashgen.kinds.dense import DENSE, OPERANDS
-from flashgen.kinds.field import Field, operand_field
 from flashgen.kinds.kind import BOTH, named
-from flashgen.kinds.operand import F32, KEYS, QUERIES, Operand, Rows, Width
+from flashgen.kinds.operand import F32, KEYS, QUERIES, Field, Operand, Rows, Width, operand_field
 
 _MOVES = (
     Operand("t_q", QUERIES, Width.QK, Rows.STRIDED, says="the tangent of q; null: 0"),

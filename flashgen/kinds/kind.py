@@ -9,8 +9,7 @@ from typing import Any
 from typing import Literal as OneOf
 
 from flashgen.ir.types import ElementType
-from flashgen.kinds.field import Field
-from flashgen.kinds.operand import Operand
+from flashgen.kinds.operand import Field, Operand
 
 PassName = OneOf["forward", "backward"]
 BOTH: tuple[PassName, PassName] = ("forward", "backward")

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashgen.kinds.dense import OPERANDS
-from flashgen.kinds.field import Field
 from flashgen.kinds.kind import Kind, named
-from flashgen.kinds.operand import Rows
+from flashgen.kinds.operand import Field, Rows
 
 _PACKED = {Rows.STRIDED: Rows.PACKED_STRIDED, Rows.CONTIGUOUS: Rows.PACKED_HEADS}
 _MOST = ("b_total", "h_total", "max_seqlen_q", "max_seqlen_k")

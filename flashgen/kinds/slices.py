@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flashgen.kinds.dense import DENSE, OPERANDS
-from flashgen.kinds.field import Field
 from flashgen.kinds.kind import named
-from flashgen.kinds.operand import F32, HEAD_ROWS, Operand, Rows
+from flashgen.kinds.operand import F32, HEAD_ROWS, Field, Operand, Rows
 
 
 def _sliced(each: Operand) -> Operand:

@@ -17,9 +17,8 @@ from flashgen.ir.types import ScalarType
 from flashgen.language import foreign, names, syntax
 from flashgen.language.constants import ConstantError, number
 from flashgen.language.frames import Bound, Frame, Meaning, TensorName
-from flashgen.language.functions import FUNCTIONS, INFIX
 from flashgen.language.library import Macro, Scope
-from flashgen.language.names import Site
+from flashgen.language.names import FUNCTIONS, INFIX, Site
 from flashgen.language.nodes import Budget, Nodes, TooLargeError
 from flashgen.language.report import Report
 from flashgen.language.suggest import suggestion, unknown_function, wrong_count

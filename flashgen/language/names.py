@@ -1,14 +1,30 @@
-"""The names that the language itself gives meaning to, and the places where each may stand."""
+"""The names and signs that the language itself gives meaning to, and the places where each may stand."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from flashgen.diagnostics import Span
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, literal
+from flashgen.ir.operators import OPERATORS
 from flashgen.ir.types import ScalarType
 from flashgen.ir.weights import FORMS
+
+# The name in the language to the operator of the IR. 'pow' is decided by the types, like '**'.
+FUNCTIONS: Mapping[str, str] = MappingProxyType({row.function: name for name, row in OPERATORS.items() if row.function})
+
+# The sign or word between two operands. Of a sign that two rows share the first is meant, and types decide.
+INFIX: Mapping[str, str] = MappingProxyType(
+    {
+        row.spelling: name
+        for name, row in reversed(tuple(OPERATORS.items()))
+        if row.arity == 2 and row.spelling != row.function
+    }
+)
+
 
 INDICES = ("b", "h", "i", "j", "hkv")
 BLOCKS = ("I", "J")

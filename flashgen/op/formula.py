@@ -7,6 +7,7 @@ forward mode where there are some.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from abc import abstractmethod
@@ -26,7 +27,6 @@ from flashgen.op.captured import Captured
 from flashgen.op.forward_mode import ForwardMode, KernelsOfTangents, Tangents, as_kernels_read
 from flashgen.op.kind_call import KindCall, View
 from flashgen.op.layouts import laid
-from flashgen.op.modes import autograd_inside, deterministic_algorithms
 from flashgen.op.per_sequence import PerSequence
 from flashgen.op.selected import check_selection
 from flashgen.op.signature import ELEMENTS, Signature
@@ -235,3 +235,27 @@ def _zeros(likes: Sequence[tuple[Sequence[int], Any]], dtype: torch.dtype, value
     """
     last = next(x for x in reversed(values) if isinstance(x, Tensor))
     return [last.new_zeros(shape, dtype=dtype, device=values[0].device) for shape, _ in likes]
+
+
+def autograd_inside() -> contextlib.AbstractContextManager[None]:
+    """Lets the reference use autograd inside an operator, where the dispatcher has left autograd behind."""
+    exclude = torch._C._dispatch_tls_local_exclude_set()
+    for key in ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"):
+        exclude = exclude.remove(getattr(torch._C.DispatchKey, key))
+    include = torch._C._dispatch_tls_local_include_set()
+    guard: contextlib.AbstractContextManager[None] = torch._C._ForceDispatchKeyGuard(include, exclude)
+    return guard
+
+
+@contextlib.contextmanager
+def deterministic_algorithms(wanted: bool) -> Iterator[None]:
+    """PyTorch's deterministic algorithms for the reference, which gathers and scatters by its operators."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if before or not wanted:
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -15,8 +15,8 @@ from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index, index_set, s
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.types import ScalarType
 from flashgen.kinds.dense import DENSE, OPERANDS
-from flashgen.kinds.field import Field, operand_field
 from flashgen.kinds.kind import Kind
+from flashgen.kinds.operand import Field, operand_field
 
 # The dimensions of a tensor of which each pair has an element of its own, and how it is read.
 _AXES_OF_PAIRS: Mapping[Expr, Expr] = {

@@ -21,14 +21,16 @@ import torch
 from torch import Tensor
 
 from flashgen.ir.build import constant_value
-from flashgen.ir.expr import Expr, Literal, Symbol, SymbolKind, literal, size, substitute, walk
+from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, literal, size, substitute, walk
+from flashgen.ir.operators import OPERATORS
 from flashgen.ir.spec import AttentionSpec, Param, Select
 from flashgen.ir.types import ScalarType
+from flashgen.ir.weights import TOTAL, WEIGHT, Form
 from flashgen.reference.evaluate import Evaluator
 from flashgen.reference.guard import Guard
+from flashgen.reference.namespace import TorchNamespace
 from flashgen.reference.philox import drop_threshold, kept_pairs, survivor_scale
 from flashgen.reference.shard import Shard
-from flashgen.reference.weights import denominator, term
 
 
 @dataclass(frozen=True)
@@ -240,3 +242,27 @@ def _softmax(sink: Expr | None, evaluate: Evaluator, score: Tensor, keep: Tensor
     safe = torch.where(some, total, 1.0)
     lse = torch.where(some, safe.log() + top, -torch.inf)
     return weight / safe, lse.squeeze(-1)
+
+
+def term(form: Form, weight: Tensor) -> Tensor:
+    """The term that each weight adds to its row's total."""
+    return value_of(form.term, {WEIGHT: weight}, weight)
+
+
+def denominator(form: Form, total: Tensor) -> Tensor:
+    """The denominator Z for each total."""
+    return value_of(form.denominator, {TOTAL: total}, total)
+
+
+def value_of(formula: Expr | None, values: Mapping[Expr, Tensor], like: Tensor) -> Tensor:
+    """The value of a formula of a form of weights, in the type of ``like``."""
+    match formula:
+        case Literal(value=value):
+            return like.new_full((), float(value))
+        case Apply(op=op, args=args):
+            operands = (value_of(each, values, like) for each in args)
+            found: Tensor = OPERATORS[op].meaning(TorchNamespace(like.dtype), *operands)
+            return found
+        case Expr():
+            return values[formula]
+    raise AssertionError("a form without a denominator has no such formula")

@@ -18,7 +18,7 @@ from flashgen.hosts.extents import extents
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.library import Find
 from flashgen.ir.spec import HeadDim
-from flashgen.kinds.field import Field
+from flashgen.kinds.operand import Field
 
 MAIN = Path(__file__).with_name("remote_main.cpp")
 INTEGER, DOUBLE, BUFFER = range(3)

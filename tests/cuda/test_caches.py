@@ -27,7 +27,7 @@ from flashgen.op.eight_bits import F8
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.op.signature import TORCH_DTYPES
 from flashgen.plan.launches import PassLaunches
-from flashgen.targets.gpu.by_rows import pins_of_rows
+from flashgen.targets.gpu.by_shape import pins_of_rows
 from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import relative_error
 from tests.cuda.helpers import planted_kernel

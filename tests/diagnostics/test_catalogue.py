@@ -3,17 +3,16 @@
 import re
 from pathlib import Path
 
-from flashgen.diagnostics import CODES, explanation
+from flashgen.diagnostics import CODES
 
 PACKAGE = Path(__file__).parents[2] / "flashgen"
 
 
-def test_codes_have_their_form_and_an_explanation() -> None:
+def test_codes_have_their_form_and_a_clause_that_explains_them() -> None:
     for code, words in CODES.items():
         assert re.fullmatch(r"E[0-46]\d\d|W5\d\d", code)
         assert words
         assert not words.endswith(".")
-        assert explanation(code) == words
     assert list(CODES) == sorted(CODES)
 
 

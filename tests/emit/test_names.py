@@ -18,7 +18,7 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
-from flashgen.language.functions import FUNCTIONS
+from flashgen.language.names import FUNCTIONS
 from flashgen.targets.cpu.device import GENERIC_CPU
 from flashgen.targets.cpu.target import CpuTarget
 from flashgen.verification.verify import verify_case

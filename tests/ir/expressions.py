@@ -6,7 +6,7 @@ import ast
 from collections.abc import Mapping
 from functools import reduce
 
-from flashgen.diagnostics.span import Source, Span
+from flashgen.diagnostics.diagnostic import Source, Span
 from flashgen.ir.build import apply, conjunction, constant, power
 from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index, literal, score_input, size
 from flashgen.ir.spec import (

@@ -10,8 +10,8 @@ from flashgen.ir.arguments import OP_ARGUMENTS
 from flashgen.ir.operators_base import MOST_BITS
 from flashgen.language import names, parse_text
 from flashgen.language.constants import MOST_DIGITS
-from flashgen.language.functions import FUNCTIONS
 from flashgen.language.imports import standard_definitions
+from flashgen.language.names import FUNCTIONS
 from flashgen.language.parser import MAX_TOKENS
 from flashgen.language.statements import MAX_HEAD_DIM, SCHEDULE_ENTRIES
 from flashgen.language.words import RESERVED, STATEMENTS

@@ -15,7 +15,7 @@ import pytest
 
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.library import LibraryKernel
-from flashgen.kinds.field import Field
+from flashgen.kinds.operand import Field
 from flashgen.store.cache import Cache
 from flashgen.store.headers import Text
 from flashgen.toolchains.cpp import (

@@ -8,7 +8,7 @@ import pytest
 
 from flashgen.targets.cpu.plan import plan_cpu
 from flashgen.targets.device_table import DeviceFileError, board_of, known_devices, product_of, read_devices, user_file
-from flashgen.targets.gpu.multiprocessor import multiprocessor_of
+from flashgen.targets.gpu.architecture import multiprocessor_of
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.registry import ARCHITECTURES, GPUS
 from tests.plan.test_planner import variant

@@ -14,8 +14,8 @@ from flashgen.plan.report import PassReport
 from flashgen.targets.cpu.plan import plan_cpu
 from flashgen.targets.cpu.products import Products
 from flashgen.targets.device_table import known_devices
+from flashgen.targets.families import report
 from flashgen.targets.protocol import Device
-from flashgen.targets.report import report
 from tests.plan.test_planner import variant
 
 KNOWN = known_devices()

@@ -10,8 +10,7 @@ import random
 from collections.abc import Iterable
 
 from flashgen.ir.arguments import OP_ARGUMENTS
-from flashgen.language.functions import FUNCTIONS
-from flashgen.language.names import BUILTINS, WEIGHT_FORMS
+from flashgen.language.names import BUILTINS, FUNCTIONS, WEIGHT_FORMS
 
 
 def _words(text: str) -> tuple[str, ...]:

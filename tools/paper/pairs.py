@@ -17,11 +17,10 @@ from flashgen.ir.expr import Apply, Expr, Load, Symbol, SymbolKind, score_input,
 from flashgen.ir.weights import D_PROBABILITY, DELTA, INVERSE, PROBABILITY
 from flashgen.plan.arguments import gradient_field, tensor_field
 from flashgen.plan.paper import BlockSizes
-from flashgen.reference.dense import evaluator, kept_by_position, squared_distance
+from flashgen.reference.dense import denominator, evaluator, kept_by_position, squared_distance, term, value_of
 from flashgen.reference.evaluate import Evaluator
 from flashgen.reference.philox import drop_threshold, kept_pairs, survivor_scale
 from flashgen.reference.tiled import Problem
-from flashgen.reference.weights import denominator, term, value_of
 from tools.paper.hbm import Hbm
 
 _S = score_input("s")

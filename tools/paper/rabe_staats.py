@@ -18,8 +18,8 @@ from torch import Tensor
 
 from flashgen.ir.weights import PROBABILITY
 from flashgen.plan.paper import BlockSizes
+from flashgen.reference.dense import value_of
 from flashgen.reference.tiled import Problem
-from flashgen.reference.weights import value_of
 from tools.paper.hbm import Hbm
 from tools.paper.pairs import (
     Place,

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
+import shutil
+import subprocess
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from flashgen.hosts.emulator.report import Conflict, EmulatorError, FaultKind, Report, SharedRequests, Traffic, placed
 from flashgen.hosts.emulator.source import blocks_of_cluster, kernel_names, kernel_source, machine_source
-from flashgen.hosts.emulator.trace import lines_of
 from flashgen.store.cache import Cache
 from flashgen.store.headers import headers_of, in_one
 from flashgen.toolchains.cpp import CompileFailed, Compiler, compile_sources, find_compiler, load_library
@@ -206,3 +208,22 @@ def compile_program(
 @functools.cache
 def _load(path: Path) -> ctypes.CDLL:
     return load_library(path)
+
+
+_PLACE = re.compile(r"^(.*):(\d+)(?: \(discriminator \d+\))?$")
+
+
+def lines_of(library: Path, addresses: Sequence[int], file_name: str) -> tuple[int, ...]:
+    """The lines of ``file_name`` at these addresses; empty where nothing can tell them."""
+    tool = shutil.which("addr2line")
+    if tool is None or not addresses:
+        return ()
+    done = subprocess.run(
+        [tool, "-i", "-e", str(library), *(hex(address) for address in addresses)],
+        capture_output=True,
+        check=False,
+        text=True,
+        errors="replace",
+    )
+    places = [found for found in map(_PLACE.match, done.stdout.splitlines()) if found]
+    return tuple(int(found[2]) for found in places if Path(found[1]).name == file_name)

@@ -35,8 +35,7 @@ from flashgen.ir.expr import Expr, Load, Symbol, index_set, walk
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
-from flashgen.kinds.field import Field
-from flashgen.kinds.operand import HEAD_ROWS
+from flashgen.kinds.operand import HEAD_ROWS, Field
 from flashgen.plan.arguments import (
     argument_fields,
     dimension_field,

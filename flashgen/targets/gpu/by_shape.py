@@ -7,7 +7,8 @@ asked for what shortness changes alone: a tile's time beside the planner's choic
 a long one. A tile is taken where that is a gain of ``MARGIN`` or more. The choice follows from its arguments alone, so
 that a call takes the same plan each time and everywhere.
 
-At most one tile beside the planner's comes from each of ``PROBES``, because each plan is another compilation.
+At most one tile beside the planner's comes from each of ``PROBES``, because each plan is another compilation. A call
+over a cache goes by its rows instead: the query heads and queries of a key/value head.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from dataclasses import dataclass
 from flashgen.analysis.variant import Variant
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.plan.measured import PASSES, Pins, ShapeClass, Tile
+from flashgen.plan.measured import PASSES, PLANNERS_OWN, Pins, ShapeClass, Tile
 from flashgen.targets.gpu.alternatives import gpu_candidates, tile_of
 from flashgen.targets.gpu.cost import pass_time
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.tiles import ElementPlan
+from flashgen.targets.gpu.recipes import of_rows
+from flashgen.targets.gpu.tiles import ElementPlan, GpuPlan
 
 MARGIN = 1.05  # over the planner's choice, by the model: half of what it is off by
 LOOKING = 1.1  # times as long as the model says takes a tile that looks for maxima where the planner's need not
@@ -118,3 +120,15 @@ def typical(shape_class: ShapeClass, group: int) -> Shape:
     q_len, kv_len = min(shape_class.q_len, LONG.q_len), min(shape_class.kv_len, LONG.kv_len)
     kv_heads = max(1, min(shape_class.heads, LONG.heads * LONG.q_len // max(q_len, 1)) // group)
     return Shape(1, kv_heads * group, kv_heads, q_len, kv_len)
+
+
+def pins_of_rows(plan: GpuPlan, element: ElementType, rows: int) -> Pins:
+    """The pins of a call whose key/value heads have so many rows; none where it takes the planner's own tiles."""
+    own = plan.by_element.get(element)
+    if own is None:
+        return PLANNERS_OWN
+    tiles = of_rows(plan.recipe, element, own.forward, plan.sram_bytes, rows)
+    if tiles == own.forward:
+        return PLANNERS_OWN
+    reason = f"forward, {element}: B_r = {tiles.Br}: {rows} rows of queries for a key/value head"
+    return Pins(Tile(tiles.Br, tiles.Bc, tiles.warps, tiles.stages), element=element, reasons=(reason,))

@@ -32,9 +32,9 @@ from flashgen.plan.paper import Lengths, kernel_flops
 from flashgen.plan.prediction import KernelTime, PassTime
 from flashgen.plan.tile_counts import TileCounts, tile_counts
 from flashgen.plan.work import PairWork, PassName, pair_work
+from flashgen.targets.gpu.architecture import multiprocessor_of
 from flashgen.targets.gpu.bytes import bytes_of_shape
 from flashgen.targets.gpu.model import FLOAT, padded
-from flashgen.targets.gpu.multiprocessor import multiprocessor_of
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.registers import MOST, registers

@@ -8,7 +8,7 @@ them for later calls (``hosts/lists.py``), of masks over captured tensors each c
 from __future__ import annotations
 
 from flashgen.analysis.levels import mask_axes
-from flashgen.kinds.field import Field
+from flashgen.kinds.operand import Field
 from flashgen.plan.arguments import argument_fields, mask_params, mask_sizes, param_field, param_place_field
 from flashgen.plan.launches import Count, Factor, Launch, Order, VisitLists
 from flashgen.targets.gpu.model import FLOAT, VISIT_LIST, WINDOW

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ScalarType
-from flashgen.kinds.field import Field
 from flashgen.kinds.kind import PassName
-from flashgen.kinds.operand import Elements
+from flashgen.kinds.operand import Elements, Field
 from flashgen.plan.arguments import fields_of_sequences, param_field, param_place_field
 from flashgen.targets.gpu.addressing import addressing_code, sequence_code
 from flashgen.targets.gpu.launches import captured_elements
