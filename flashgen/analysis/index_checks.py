@@ -1,4 +1,4 @@
-"""Diagnostics of index proofs: warnings and errors when a spec is checked, refusals when an op is called.
+"""Diagnostics of index proofs, and of weights: errors when a spec is checked, refusals when an op is called.
 
 Stage: analyse (``index_diagnostics``) and call time (``check_index``). In: index proofs. Out: diagnostics; a sentence.
 A call is refused only where an index surely leaves its dimension, or where boxes as small as the search allows do not
@@ -15,9 +15,10 @@ from types import MappingProxyType
 
 from flashgen.analysis.bounds import Conditions, IndexProof, IndexStatus, number_range, uncertain
 from flashgen.analysis.prover import SIZE_OF, symbol_ranges
+from flashgen.analysis.ranging import bounds
 from flashgen.diagnostics.diagnostic import Diagnostic, Source, Span
 from flashgen.ir.expr import Expr, Literal, Load, Symbol, SymbolKind, walk
-from flashgen.ir.interval import IntRange
+from flashgen.ir.interval import FloatRange, IntRange
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.text import text
 
@@ -163,3 +164,20 @@ def _refusal(
         f"{proof.dimension} of it has {extent.lo} entries ({', '.join(facts)}); if the nearest "
         f"entry is meant, write {_clamped(text(proof.position), proof)}"
     )
+
+
+def weight_diagnostics(spec: AttentionSpec) -> tuple[Diagnostic, ...]:
+    """An error where the sum that weights are divided by is below 0 (or 0), so that its logarithm is NaN.
+
+    Weights that are below 0 for some scores only are allowed (specs/LANGUAGE.md, section 7).
+    """
+    weight = spec.weights.weight
+    if weight is None or not spec.weights.form.is_sum:
+        return ()
+    found = bounds(weight, symbol_ranges(None))
+    if not isinstance(found, FloatRange) or found.hi > 0 or found.lo == 0:
+        return ()
+    word = spec.weights.form.word
+    message = f"'{word}' divides by the sum of its weights, but '{text(weight)}' is never above 0"
+    hints = (f"its weights are 0 or more, as in {word}(exp(s)); normalize2 takes those of either sign",)
+    return (Diagnostic("E310", message, weight.span, f"is at most {found.hi + 0.0:g}", hints=hints),)

@@ -14,6 +14,7 @@ ints may wrap, the bound is dropped, and an unknown answer means possible.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -201,3 +202,24 @@ def _choices(term: Expr, *, downward: bool) -> _Choices | None:
         case Apply(op="clamp", args=(x, lo, hi)) if level_of(term) is Level.PAIR:
             return _choices(Apply(ScalarType.INT, op="min", args=(make("max", x, lo), hi)), downward=downward)
     return None
+
+
+@functools.lru_cache(maxsize=64)
+def window_width(keep: Expr) -> int | None:
+    """The most keys that a row keeps, where every alternative bounds i - j from both sides by numbers."""
+    total = 0
+    for term in kept_terms(keep):
+        widths = [width for each in term.bounds if each.form.is_distance and (width := _width(each)) is not None]
+        if not widths:
+            return None
+        total += max(0, min(widths))
+    return total
+
+
+def _width(bound: Bound) -> int | None:
+    least, most = _numbers(bound.least), _numbers(bound.most)
+    return min(most) - max(least) + 1 if least and most else None
+
+
+def _numbers(limits: tuple[Limit, ...]) -> list[int]:
+    return [limit.constant for limit in limits if not limit.points]

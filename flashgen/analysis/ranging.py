@@ -151,9 +151,6 @@ class RangeEvaluator:
         already = self._bool(condition, facts)
         if not (already.may_be_true if truth else already.may_be_false):
             return None
-        return self._assume(facts, condition, truth)
-
-    def _assume(self, facts: Facts, condition: Expr, truth: bool) -> Facts | None:
         match condition:
             case Apply(op="not", args=(x,)):
                 return self.assume(facts, x, not truth)

@@ -23,7 +23,7 @@ from flashgen.analysis.differentiate import derivative, derivatives
 from flashgen.analysis.simplify import simplify
 from flashgen.analysis.variant import DOT, SQDIST, CapturedGradient, S, Slopes, Tangent, Variant, partials, reads_of
 from flashgen.ir.build import apply
-from flashgen.ir.expr import Expr, Load, Symbol, literal, score_input
+from flashgen.ir.expr import Expr, Load, literal, score_input
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param, Schedule
 from flashgen.ir.types import ScalarType
 from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
@@ -39,7 +39,7 @@ def tangent_names(spec: AttentionSpec) -> Mapping[str, str]:
     taken = {each.name for each in captured}
     found: dict[str, str] = {}
     for each in captured:
-        if _is_float(each):
+        if each.type is ScalarType.FLOAT if isinstance(each, Param) else each.element.is_floating:
             name = f"t_{each.name}"
             while name in taken:
                 name = f"t_{name}"
@@ -152,14 +152,8 @@ def _by_reads(root: Expr, names: Mapping[str, str]) -> Iterator[Expr]:
     reads = list(reads_of(names, root))
     slopes = derivatives(root, reads)
     for read in reads:
-        yield _product(slopes[read], _tangent_of(read, names))
-
-
-def _tangent_of(read: Load | Symbol, names: Mapping[str, str]) -> Load | Symbol:
-    """The expression of a read's tangent."""
-    if isinstance(read, Load):
-        return _load_of(read, names)
-    return replace(read, name=names[read.name])
+        moved = _load_of(read, names) if isinstance(read, Load) else replace(read, name=names[read.name])
+        yield _product(slopes[read], moved)
 
 
 def _load_of(read: Load, names: Mapping[str, str]) -> Load:
@@ -176,9 +170,3 @@ def _sum_or_none(terms: Iterator[Expr]) -> Expr | None:
         if term != literal(0.0):
             total = term if total is None else apply("add", total, term)
     return None if total is None else simplify(total)
-
-
-def _is_float(captured: CapturedTensor | Param) -> bool:
-    if isinstance(captured, Param):
-        return captured.type is ScalarType.FLOAT
-    return captured.element.is_floating

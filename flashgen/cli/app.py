@@ -69,7 +69,7 @@ class Commands(click.Group):
         """Run the command. An error that nobody can expect of a user passes through, with its traceback."""
         try:
             with warnings.catch_warnings():
-                warnings.showwarning = _show_warning
+                warnings.showwarning = lambda message, *_, **__: note(f"warning: {message}")
                 return super().invoke(ctx)
         except SpecError as error:
             show_diagnostics(error.diagnostics, error.sources)
@@ -118,7 +118,3 @@ def main() -> None:
 
 for command in (check, build, verify, plan, show, tune, import_, devices, cache, doctor, completion):
     main.add_command(command)
-
-
-def _show_warning(message: Warning | str, *_place: object, **_more: object) -> None:
-    note(f"warning: {message}")

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     "--target",
     "targets",
     type=TARGETS,
-    default=None,
     show_default="sources for cpu, sm_80, sm_90a",
     metavar="NAME,...",
     help="What to generate for: cpu, and GPU architectures such as sm_80. Those that are named get binaries, too, "

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     "--target",
     "targets",
     type=TARGETS,
-    default=None,
     show_default="all are asked, and one has to take it",
     metavar="NAME,...",
     help="Ask these alone whether they take a spec; all of them have to.",
@@ -71,7 +70,16 @@ def check(
                 "file": str(file),
                 "attentions": names,
                 "diagnostics": [diagnostic_as_dict(entry) for entry in diagnostics],
-                "targets": [_verdict_as_dict(entry) for entry in verdicts],
+                "targets": [
+                    {
+                        "target": each.target,
+                        "attention": each.attention,
+                        "takes": each.takes,
+                        "refused": [diagnostic_as_dict(entry) for entry in each.refused],
+                        "left_out": [diagnostic_as_dict(entry) for entry in each.left_out],
+                    }
+                    for each in verdicts
+                ],
             }
         )
         if not as_json:
@@ -82,17 +90,6 @@ def check(
         print_json({"files": everything, "errors": errors, "warnings": warnings})
     note(f"{_count(len(files), 'file')} checked: {_count(errors, 'error')}, {_count(warnings, 'warning')}")
     sys.exit(min(codes - {0}, default=0))  # a wrong spec (1) weighs more than wrong usage (2)
-
-
-def _verdict_as_dict(verdict: Verdict) -> dict[str, object]:
-    """What a target says of an attention, as plain data."""
-    return {
-        "target": verdict.target,
-        "attention": verdict.attention,
-        "takes": verdict.takes,
-        "refused": [diagnostic_as_dict(each) for each in verdict.refused],
-        "left_out": [diagnostic_as_dict(each) for each in verdict.left_out],
-    }
 
 
 def _count(number: int, what: str) -> str:

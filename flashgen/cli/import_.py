@@ -22,7 +22,7 @@ from flashgen.language.statements import MAX_HEAD_DIM
 )
 @click.option("--score", "kind", flag_value="score", help="FUNCTION is a score_mod, whatever its arguments.")
 @click.option("--mask", "kind", flag_value="mask", help="FUNCTION is a mask_mod, whatever its arguments.")
-@click.option("--name", default=None, help="The name of the attention.  [default: that of the functions]")
+@click.option("--name", help="The name of the attention.  [default: that of the functions]")
 @json_option
 def import_(mods: tuple[str, ...], head_dim: int, kind: str | None, name: str | None, as_json: bool) -> None:
     """Print the spec that one or two mods mean: a score_mod, a mask_mod, or both.

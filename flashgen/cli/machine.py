@@ -132,9 +132,7 @@ def _tuned(each: TunedFile) -> dict[str, object]:
 
 
 @cache.command(short_help="Remove what is stored.")
-@click.option(
-    "--only", type=click.Choice(("libraries", "tuned")), default=None, help="Remove these alone; default: everything."
-)
+@click.option("--only", type=click.Choice(("libraries", "tuned")), help="Remove these alone; default: everything.")
 def clear(only: str | None) -> None:
     """Remove every stored library, each of which is built again when it is next needed, and all tuned tiles."""
     from flashgen.compiler.tuned import TunedStore

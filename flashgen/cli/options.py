@@ -209,10 +209,6 @@ def _targets() -> tuple[str, ...]:
     return target_names()
 
 
-def _complete_specs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG001
-    return completion.spec_files(incomplete)
-
-
 spec_argument = click.argument("file", type=SPEC_FILE)
 spec_arguments = click.argument("files", metavar="FILE...", type=SPEC_FILE, nargs=-1, required=True)
 # They need not be there: what is wrong with a file is the result.
@@ -222,7 +218,7 @@ checked_arguments = click.argument(
     type=click.Path(path_type=Path),
     nargs=-1,
     required=True,
-    shell_complete=_complete_specs,
+    shell_complete=lambda _ctx, _param, incomplete: completion.spec_files(incomplete),
 )
 set_option = click.option(
     "--set",
@@ -232,12 +228,11 @@ set_option = click.option(
     multiple=True,
     help="Override a constant of the spec; repeatable.",
 )
-name_option = click.option("--name", default=None, metavar="NAME", help="Only this attention of the file.")
+name_option = click.option("--name", metavar="NAME", help="Only this attention of the file.")
 shape_option = click.option(
     "--shape",
     type=read_shape,
     metavar="B,H,Hkv,Nq,Nk",
-    default=None,
     help="Batch, query heads, key/value heads, query and key length.",
 )
 backend_option = click.option(
@@ -247,14 +242,12 @@ emulated_target_option = click.option(
     "--target",
     type=OneOf("target", _emulated_targets),
     metavar="NAME",
-    default=None,
     help="With --backend emulator: its kernels (sm_80).",
 )
 planned_device_option = click.option(
     "--device",
     type=OneOf("device", _devices),
     metavar="NAME",
-    default=None,
     help="Plan for this device; default: this CPU.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")

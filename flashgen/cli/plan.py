@@ -39,7 +39,6 @@ _MOST_REJECTED = 8  # of a pass, that are shown
 @click.option(
     "--sram",
     type=click.IntRange(min=1),
-    default=None,
     metavar="BYTES",
     help="Plan as if the device had this much SRAM.",
 )
@@ -48,21 +47,18 @@ _MOST_REJECTED = 8  # of a pass, that are shown
     "--ranks",
     type=read_numbers("rank count"),
     metavar="N,...",
-    default=None,
     help="Spread the sequence over so many devices, up to 1024: what each method takes; with --link.",
 )
 @click.option(
     "--link",
     type=read_rate,
     metavar="BYTES/S",
-    default=None,
     help="What a rank sends and receives in a second; 450e9: NVLink of an H100, 50e9: 400 Gb/s.",
 )
 @click.option(
     "--tokens",
     type=read_numbers("length"),
     metavar="N,...",
-    default=None,
     help="Positions of each rank; default: 8192, with --shape its Nq over the ranks.",
 )
 @click.option(

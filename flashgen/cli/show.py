@@ -39,7 +39,6 @@ _MOST_NUMBERED = 16  # tiles a side
     "output",
     type=picture_path,
     metavar="FILE",
-    default=None,
     help="Write a picture (.png, .svg or .pdf) and draw nothing here.",
 )
 @click.option("--batch", type=click.IntRange(min=0), default=0, show_default=True, help="The batch entry to draw.")

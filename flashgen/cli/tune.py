@@ -40,7 +40,6 @@ _MOST_PAIRS = 2**25
 @click.option(
     "--dtype",
     type=OneOf("dtype", lambda: ("f32", "bf16", "f16")),
-    default=None,
     metavar="NAME",
     help="f32, bf16 or f16; default: the first of the spec.",
 )

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashgen.analysis.bounds import prove_indices
-from flashgen.analysis.index_checks import index_diagnostics
-from flashgen.analysis.weight_checks import weight_diagnostics
+from flashgen.analysis.index_checks import index_diagnostics, weight_diagnostics
 from flashgen.compiler.verdicts import Verdict
 from flashgen.diagnostics import Diagnostic, Source, SpecError, in_reading_order, nearest, quoted_list
 from flashgen.ir.spec import AttentionSpec

@@ -24,11 +24,10 @@ from flashgen.kinds.parts import PARTS
 from flashgen.kinds.slices import SLICES
 from flashgen.op.call import Attended, Tensors
 from flashgen.op.engine import Engine
-from flashgen.op.layouts import layout_like
 from flashgen.op.loading import load_spec
 from flashgen.op.op import AttentionOp
 from flashgen.op.sums import LOG2_E, Exponents, Seen, add_part, exact, first_part
-from flashgen.op.values import type_of_sums
+from flashgen.op.values import layout_like, type_of_sums
 from flashgen.reference.dense import evaluator
 from flashgen.reference.shard import Shard
 

@@ -25,9 +25,8 @@ from flashgen.distributed.partial import Offsets, Partial, PartialRows
 from flashgen.distributed.rounds import Round, Rounds, RowSelection, Unit
 from flashgen.distributed.whole import as_declared
 from flashgen.op.call import Attended, Tensors
-from flashgen.op.layouts import layout_like
 from flashgen.op.tensor_kinds import with_memory
-from flashgen.op.values import type_of_sums
+from flashgen.op.values import layout_like, type_of_sums
 
 _rows = functools.partial(rows_at, dim=2)  # rows of [B, heads, n, …]
 

@@ -23,7 +23,7 @@ from flashgen.flex.specs import FACTOR, SCALE, Shell, check_name, make_spec, nam
 from flashgen.flex.torch_masks import mod_of
 from flashgen.flex.tracing import Mod
 from flashgen.ir.spec import HeadDim
-from flashgen.ir.spec_text import spec_text
+from flashgen.ir.text import spec_text
 from flashgen.language.statements import MAX_HEAD_DIM
 from flashgen.op.conversion import as_number, head_dim_argument
 from flashgen.op.op import AttentionOp
@@ -276,12 +276,6 @@ def _checked_head_dim(given: object) -> HeadDim:
     return found
 
 
-def _check_shape(shape: object) -> None:
-    sizes = [as_number(each, whole=True) for each in shape] if isinstance(shape, (tuple, list)) else []
-    if len(sizes) != 4 or any(each is None or each < 0 for each in sizes):
-        raise ValueError(f"'shape' is {shape!r}; (B, H, Nq, Nk) is expected")
-
-
 def described(
     score_mod: Mod | None,
     mask: Mod | Mask | None,
@@ -293,8 +287,9 @@ def described(
     mask_mod = mod_of(mask) if isinstance(mask, torch_flex.BlockMask) else mask
     if name is not None:
         check_name(name)
-    if shape is not None:
-        _check_shape(shape)
+    lengths = [as_number(each, whole=True) for each in shape] if isinstance(shape, (tuple, list)) else []
+    if shape is not None and (len(lengths) != 4 or any(each is None or each < 0 for each in lengths)):
+        raise ValueError(f"'shape' is {shape!r}; (B, H, Nq, Nk) is expected")
     bound = bind(score_mod, mask_mod, torch.device("cpu"))
     names = user_names(bound.trace.traced, bound.trace.names)
     shell = Shell(name_of(score_mod, mask_mod) if name is None else name, _checked_head_dim(head_dim), names)

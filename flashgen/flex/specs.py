@@ -17,9 +17,9 @@ from flashgen.flex.tracing import Mod, Traced
 from flashgen.flex.values import folded
 from flashgen.ir.arguments import OP_ARGUMENTS
 from flashgen.ir.build import apply
-from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind, literal, rewrite, score_input, size, walk
-from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim, Param, Schedule
-from flashgen.ir.spec_text import with_text
+from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind, literal, rewrite, score_input, walk
+from flashgen.ir.spec import DEFAULT_SCALE, AttentionSpec, CapturedTensor, HeadDim, Param, Schedule
+from flashgen.ir.text import with_text
 from flashgen.ir.types import ScalarType
 from flashgen.ir.weights import Weights
 from flashgen.language.names import BUILTINS, WEIGHT_FORMS
@@ -60,7 +60,7 @@ def make_spec(traced: Traced, shell: Shell, shapes: Shapes, learned: Sequence[bo
         Param(name, kind, None if default is None else literal(default), grad)
         for name, kind, default, grad in zip(param_names, traced.params, defaults, learned[count:], strict=True)
     ]
-    scale: Expr = apply("div", literal(1.0), apply("sqrt", size("D")))
+    scale: Expr = DEFAULT_SCALE
     if shell.scaled:
         params.append(Param(SCALE, ScalarType.FLOAT, None, grad=False))
         scale = Symbol(ScalarType.FLOAT, name=SCALE, kind=SymbolKind.PARAM)

@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import ctypes
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,17 +20,26 @@ from typing import Any
 
 from flashgen.analysis.variant import Variant
 from flashgen.hosts.emulator import DeviceMemory, EmulatorError, FaultKind, Program, Report
-from flashgen.hosts.extents import extents
 from flashgen.hosts.gpu_kernel import GpuKernel
-from flashgen.hosts.kernel import Prepared, Step, Values
+from flashgen.hosts.kernel import ArgumentLayout, Prepared, Step, Values
 from flashgen.hosts.lists import ListCache, SharedLists
 from flashgen.hosts.schedule import CallPart, Compiled, DeviceSize
 from flashgen.hosts.tensor_maps import PARAMETER_ALIGNMENT, emulated, map_bytes, map_field, tensor_map
-from flashgen.kinds.cached import PLACES, SPLITS
+from flashgen.ir.spec import HeadDim
+from flashgen.kinds.cached import FACTORS, PLACES, SPLITS
+from flashgen.kinds.dense import OPERANDS
 from flashgen.kinds.kind import PassName
-from flashgen.kinds.operand import Operand
+from flashgen.kinds.operand import Field, Operand, span
 from flashgen.kinds.ragged import STARTS
-from flashgen.plan.arguments import gradient_field, stored_field, table_field, tensor_field
+from flashgen.plan.arguments import (
+    dimension_field,
+    gradient_field,
+    param_place_field,
+    stored_field,
+    stride_field,
+    table_field,
+    tensor_field,
+)
 from flashgen.plan.launches import PassLaunches
 
 # Small, so that persistent blocks take turns, and few heads make a group.
@@ -71,12 +81,6 @@ class Counted:
     def variant(self) -> Variant:
         """What the kernels compute."""
         return self.ran.plan.recipe.variant
-
-
-def _is_whole(known: Mapping[str, int]) -> bool:
-    """Whether the values are of a call on all of its problem."""
-    sizes = {"b": "batch", "h": "heads", "q": "q_len", "kv": "kv_len"}
-    return all(not known[f"{each}_start"] and known[f"{each}_total"] == known[size] for each, size in sizes.items())
 
 
 @contextlib.contextmanager
@@ -205,7 +209,9 @@ class EmulatedKernel(GpuKernel[bytes]):
         self, name: PassName, launches: PassLaunches, field: str, known: Mapping[str, int], size: int
     ) -> Iterable[tuple[int, int]]:
         """The bytes of a tensor that a pass writes, whatever lies there: where they begin, and how many."""
-        if field in launches.whole and _is_whole(known):
+        lengths = {"b": "batch", "h": "heads", "q": "q_len", "kv": "kv_len"}
+        whole = all(not known[f"{x}_start"] and known[f"{x}_total"] == known[of] for x, of in lengths.items())
+        if whole and field in launches.whole:
             return ((0, size),)
         return launches.operands[field].runs(self.head_dim, known, size) if field in _WRITTEN[name] else ()
 
@@ -238,3 +244,55 @@ class EmulatedKernel(GpuKernel[bytes]):
             for box in step.boxes
         )
         return bytes(-behind % PARAMETER_ALIGNMENT) + b"".join(maps) if step.boxes else b""
+
+
+_CAPTURED_BYTES = {"float": 4, "fg::f16": 2, "fg::bf16": 2, "int32_t": 4, "int64_t": 8, "bool": 1}
+
+
+def extents(
+    layout: ArgumentLayout, head_dim: HeadDim, values: Values, operands: Mapping[str, Operand] = OPERANDS
+) -> Mapping[str, tuple[int, int]]:
+    """Address and bytes of every tensor of the call."""
+    known = layout.ints(values)
+    found = {}
+    for field in layout.fields:
+        if "pointer" in field.kind and field.name != "workspace" and known[field.name]:
+            found[field.name] = (known[field.name], _bytes(field, head_dim, known, operands))
+    return found
+
+
+def _bytes(field: Field, head_dim: HeadDim, known: Mapping[str, int], operands: Mapping[str, Operand]) -> int:
+    operand = operands.get(field.name)
+    if operand is not None:
+        return operand.known_bytes(known) * operand.reach(head_dim, known)
+    match field.name:
+        case "seed_at":
+            return 8
+        case name if name in STARTS:
+            return 4 * (known["batch"] + 1)
+        case "block_table":
+            return 4 * known["batch"] * known["table_columns"]
+        case name if name in PLACES or name.startswith(table_field("")):
+            return 4 * known["batch"]
+        case name if name in FACTORS:
+            return 4 * known["batch"] * known["kv_heads"]
+        case name if name.startswith(param_place_field("")):
+            return 4
+        case name if name.startswith(gradient_field("")):
+            return 4 * math.prod(_dimensions(name.removeprefix(gradient_field("")), known))
+        case name if name.startswith(stored_field("")):
+            return _CAPTURED_BYTES[field.element] * math.prod(_dimensions(name.removeprefix(stored_field("")), known))
+        case name:
+            captured = name.removeprefix(tensor_field(""))
+            dimensions = _dimensions(captured, known)
+            strides = tuple(known[stride_field(captured, axis)] for axis in range(len(dimensions)))
+            # A zero stands for what has no elements.
+            return _CAPTURED_BYTES[field.element] * max(span(dimensions, strides, 1), 1)
+
+
+def _dimensions(captured: str, known: Mapping[str, int]) -> tuple[int, ...]:
+    """The dimensions of a captured tensor; none for a param."""
+    found: list[int] = []
+    while dimension_field(captured, len(found)) in known:
+        found.append(known[dimension_field(captured, len(found))])
+    return tuple(found)

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from flashgen.diagnostics.diagnostic import Source, Span
-from flashgen.ir.expr import Expr
+from flashgen.ir.build import apply
+from flashgen.ir.expr import Expr, literal, size
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.ir.weights import Weights
+
+DEFAULT_SCALE = apply("div", literal(1.0), apply("sqrt", size("D")))
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from flashgen.language import names, syntax
 from flashgen.language.constants import Value, fits
 from flashgen.language.definitions import expressions_below
 from flashgen.language.expressions import Expressions
-from flashgen.language.frames import Meaning, TensorName, run_time_values
-from flashgen.language.library import Scope
+from flashgen.language.frames import Meaning, Scope, TensorName, run_time_values
 from flashgen.language.nodes import Budget
 from flashgen.language.report import Report
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from flashgen.diagnostics import Source
 from flashgen.language import names, syntax
-from flashgen.language.library import Macro, Scope
+from flashgen.language.frames import Macro, Scope
 from flashgen.language.names import FUNCTIONS
 from flashgen.language.report import Report
 from flashgen.language.suggest import suggestion, unknown_function, wrong_count

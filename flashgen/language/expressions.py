@@ -16,8 +16,7 @@ from flashgen.ir.expr import Expr, Literal, Load, Symbol, literal
 from flashgen.ir.types import ScalarType
 from flashgen.language import foreign, names, syntax
 from flashgen.language.constants import ConstantError, number
-from flashgen.language.frames import Bound, Frame, Meaning, TensorName
-from flashgen.language.library import Macro, Scope
+from flashgen.language.frames import Bound, Frame, Macro, Meaning, Scope, TensorName
 from flashgen.language.names import FUNCTIONS, INFIX, Site
 from flashgen.language.nodes import Budget, Nodes, TooLargeError
 from flashgen.language.report import Report

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from flashgen.diagnostics import Diagnostic, Source, SpecError, render
 from flashgen.language import syntax
 from flashgen.language.definitions import define, exported
-from flashgen.language.library import Macro, Scope
+from flashgen.language.frames import Macro, Scope
 from flashgen.language.parser import Parsed, parse
 from flashgen.language.report import Report
 from flashgen.language.suggest import suggestion

@@ -12,9 +12,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from flashgen.diagnostics import Span
-from flashgen.ir.build import apply
-from flashgen.ir.expr import Expr, Literal, Symbol, SymbolKind, literal, score_input, size, walk
-from flashgen.ir.spec import AttentionSpec, Schedule, Statement
+from flashgen.ir.expr import Expr, Literal, Symbol, SymbolKind, literal, score_input, walk
+from flashgen.ir.spec import DEFAULT_SCALE, AttentionSpec, Schedule, Statement
 from flashgen.ir.types import ElementType
 from flashgen.ir.weights import Weights
 from flashgen.language import statements, syntax
@@ -31,7 +30,6 @@ _TOGETHER = {
     "head_dim": ("name them in one: 'head_dim 64, 128'",),
     "dtype": ("name them in one: 'dtype f16, bf16'",),
 }
-_DEFAULT_SCALE = apply("div", literal(1.0), apply("sqrt", size("D")))
 _REPEATABLE = frozenset({"const", "param", "tensor", "let"})
 
 
@@ -105,7 +103,7 @@ def _spec(
         constants=constants,
         params=tuple(parts.get("param", ())),
         tensors=tuple(parts.get("tensor", ())),
-        scale=one.get("scale", _DEFAULT_SCALE),
+        scale=one.get("scale", DEFAULT_SCALE),
         score=one.get("score", score_input("s")),
         mask=one.get("mask", literal(True)),
         layout=one.get("layout"),

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from flashgen.diagnostics import nearest
 from flashgen.ir.operators import OPERATORS
 from flashgen.language import foreign
-from flashgen.language.library import Macro
+from flashgen.language.frames import Macro
 from flashgen.language.names import FUNCTIONS
 
 _PARAMETERS = {"where": ("condition", "x", "y"), "clamp": ("x", "lo", "hi"), "hash": ("b", "h", "i", "j")}

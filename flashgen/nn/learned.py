@@ -17,7 +17,7 @@ from torch import Tensor
 
 from flashgen.analysis.differentiate import derivative
 from flashgen.diagnostics import quoted_list
-from flashgen.ir.expr import Expr, Literal, Load, Symbol, SymbolKind, size, substitute, walk
+from flashgen.ir.expr import Expr, Literal, Load, Symbol, index, size, substitute, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.op.conversion import as_number
 from flashgen.op.signature import TORCH_DTYPES
@@ -92,13 +92,10 @@ def _initial_tensor(spec: AttentionSpec, tensor: CapturedTensor) -> Initial:
     reads = [node for node in walk(spec.score) if isinstance(node, Load) and node.tensor == tensor.name]
     if not reads:
         return 0.0  # read by a sink or by weights alone
-    if tensor.shape == (size("H"),) and any(_reads_positions(derivative(spec.score, read)) for read in reads):
+    slopes = walk(*(derivative(spec.score, read) for read in reads))
+    if tensor.shape == (size("H"),) and not {index("i"), index("j")}.isdisjoint(slopes):
         return _alibi_slopes
     return functools.partial(torch.nn.init.normal_, std=_BIAS_DEVIATION)
-
-
-def _reads_positions(expr: Expr) -> bool:
-    return any(isinstance(node, Symbol) and node.kind is SymbolKind.INDEX and node.name in "ij" for node in walk(expr))
 
 
 def _alibi_slopes(parameter: Tensor) -> None:

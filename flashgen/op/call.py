@@ -26,12 +26,11 @@ from flashgen.op.checks import CHECKS, Checks, check_captured_type
 from flashgen.op.conversion import Offsets, check_scalar
 from flashgen.op.eight_bits import F8
 from flashgen.op.indices import Indices
-from flashgen.op.layouts import Layout, layout_like, packed_layout
 from flashgen.op.lengths import LengthChecks
 from flashgen.op.selected import read_by_kernels
 from flashgen.op.signature import ELEMENTS, TORCH_DTYPES, dtype_of, kind
 from flashgen.op.tensor_kinds import NoMemoryError
-from flashgen.op.values import by_axis, type_of_sums
+from flashgen.op.values import Layout, by_axis, layout_like, packed_layout, type_of_sums
 from flashgen.plan.arguments import dimension_field, stride_field
 from flashgen.reference.dense import drop_probability, param_values
 from flashgen.reference.shard import Shard

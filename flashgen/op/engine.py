@@ -36,11 +36,20 @@ from flashgen.op.call import Attended, Call, CallChecker, Rest, Saved, Tensors, 
 from flashgen.op.captured import Captured, CapturedValues
 from flashgen.op.formula import Formula
 from flashgen.op.kind_call import KindCall
-from flashgen.op.layouts import laid
 from flashgen.op.per_sequence import PerSequence
 from flashgen.op.signature import Signature
 from flashgen.op.tensor_kinds import NoMemoryError
-from flashgen.op.values import address, by_axis, copied_to, in_slices, packed, places_of, type_of_sums, with_strides
+from flashgen.op.values import (
+    address,
+    by_axis,
+    copied_to,
+    in_slices,
+    laid,
+    packed,
+    places_of,
+    type_of_sums,
+    with_strides,
+)
 from flashgen.op.workspaces import Workspaces
 from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from flashgen.op.conversion import check_device
-from flashgen.op.layouts import layout_like
 from flashgen.op.signature import Signature
+from flashgen.op.values import layout_like
 
 # Before 2.7 PyTorch does not tell an export from other compilations.
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", is_compiling)

@@ -26,11 +26,10 @@ from flashgen.op.call import Attended, Call, CallChecker, Rest, Saved, Tensors
 from flashgen.op.captured import Captured
 from flashgen.op.forward_mode import ForwardMode, KernelsOfTangents, Tangents, as_kernels_read
 from flashgen.op.kind_call import KindCall, View
-from flashgen.op.layouts import laid
 from flashgen.op.per_sequence import PerSequence
 from flashgen.op.selected import check_selection
 from flashgen.op.signature import ELEMENTS, Signature
-from flashgen.op.values import type_of_sums
+from flashgen.op.values import laid, type_of_sums
 from flashgen.reference import tiled
 from flashgen.reference.programs import Place, Program
 

@@ -18,9 +18,8 @@ from flashgen.kinds.cached import CACHED
 from flashgen.op.appending import written
 from flashgen.op.cached import cache_of
 from flashgen.op.conversion import splits_argument
-from flashgen.op.explained_call import explained_call, with_device
 from flashgen.op.op_calls import BACKENDS, OpParts, check_backend, is_repeatable
-from flashgen.op.op_shown import ShownOp
+from flashgen.op.op_shown import ShownOp, explained_call, with_device
 from flashgen.op.reference import Reference
 from flashgen.op.tensor_kinds import check_tensors
 from flashgen.plan.explanation import Explanation

@@ -24,19 +24,21 @@ from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.library import Library
+from torch.utils.flop_counter import register_flop_formula
 
 from flashgen.hosts.kernel import Node
+from flashgen.kinds.cached import CACHED
+from flashgen.kinds.ragged import RAGGED
 from flashgen.op import dual_tensors
 from flashgen.op.call import Attended, Call, Rest, Tensors
 from flashgen.op.conversion import offset_arguments
 from flashgen.op.derivatives import by_operator, tangents_of
 from flashgen.op.engine import Engine
 from flashgen.op.fakes import fake_backward, fake_forward
-from flashgen.op.flops import count_flops
 from flashgen.op.mapping import Batch, folded_inputs, has_samples, mapped
 from flashgen.op.node import extension, node_of
 from flashgen.op.registered import NAMESPACE, Registered, registry
-from flashgen.op.signature import TORCH_DTYPES
+from flashgen.op.signature import TORCH_DTYPES, Signature
 from flashgen.op.tensor_kinds import check_tensors, has_distributed, have_memory, is_plain, transforming, with_memory
 
 
@@ -343,3 +345,42 @@ def _cast(op: Registered, device: str, tensors: Tensors) -> Tensors:
 def _is_castable(x: Tensor) -> bool:
     """Autocast leaves float64, what has 8 bits, and everything that is not floating alone."""
     return x.is_floating_point() and x.dtype is not torch.float64 and x.element_size() > 1
+
+
+def count_flops(signature: Signature, forward: Any, backward: Any) -> None:
+    """Register what ``torch.utils.flop_counter`` counts for an op's two operators (``OpOverloadPacket``).
+
+    Masks are left out on purpose: figures compare with those of ``scaled_dot_product_attention``, causal or not.
+    """
+    # The backward operator's q, k and v stand behind d_o, d_lse, o, lse and its parts.
+    first = 5 if signature.has_lse else 1
+
+    def of_forward(*arguments: Any, **_: Any) -> int:
+        q, _, v = arguments[:3]
+        return _products(signature, arguments, q.shape[-1] + v.shape[-1])
+
+    def of_backward(*arguments: Any, **_: Any) -> int:
+        q, _, v = arguments[first : first + 3]
+        # S again, dP and dV, dQ and dK
+        return _products(signature, arguments[first:], 3 * q.shape[-1] + 2 * v.shape[-1])
+
+    register: Any = register_flop_formula
+    register(forward, get_raw=True)(of_forward)
+    register(backward, get_raw=True)(of_backward)
+
+
+def _products(signature: Signature, arguments: Sequence[Any], depth: int) -> int:
+    """Those of all pairs. Lengths of sequences are read; on meta all are as long as the longest."""
+    (q, k, _), kind = arguments[:3], signature.kind
+    own = arguments[signature.tensor_arguments - len(kind.tensors) :]
+    if kind is RAGGED:
+        lens = (
+            [longest or 0] * (len(x) - 1) if x.is_meta else x.diff().tolist()
+            for x, longest in zip(own[:2], own[6:8], strict=True)
+        )
+        pairs = sum(i * j for i, j in zip(*lens, strict=True))
+    elif kind is CACHED:
+        pairs = q.shape[2] * (len(own[0]) * k.shape[2] if own[0].is_meta else int(own[0].sum()))
+    else:
+        pairs = q.shape[0] * q.shape[2] * k.shape[2]
+    return int(2 * q.shape[1] * pairs * depth)

@@ -32,8 +32,8 @@ from flashgen.kinds.cached import CACHED
 from flashgen.kinds.parts import PARTS
 from flashgen.op.call import Attended, Call, Rest, Saved, Tensors
 from flashgen.op.engine import Engine
-from flashgen.op.layouts import laid, layout_like
 from flashgen.op.selected import check_listed_blocks
+from flashgen.op.values import laid, layout_like
 from flashgen.plan.by_blocks import KEPT, block_order
 
 LEAST_GROUP = 8  # heads that share a list: a tile has 16 rows, and queries that are in one read each other's keys

@@ -15,7 +15,7 @@ from flashgen.analysis.variant import analyse
 from flashgen.compiler.compiled import compiled
 from flashgen.emit.text import spec_lines
 from flashgen.ir.spec import AttentionSpec, HeadDim
-from flashgen.ir.spec_text import spec_text
+from flashgen.ir.text import spec_text
 from flashgen.picture.mask import MaskPicture, caption, check_drawable, mask_picture, usual_shape
 from flashgen.picture.paint import LEGEND, Color, paint, png, size_of
 from flashgen.plan.plans import Plans

@@ -1,9 +1,16 @@
-"""Predicted time: what the model says of one pass, and which of the device's limits it runs into."""
+"""Predicted time and bytes: what the model says of one pass, and which of the device's limits it runs into."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+
+from flashgen.ir.spec import HeadDim
+from flashgen.kinds.dense import OPERANDS
+from flashgen.kinds.operand import Operand
+from flashgen.plan.tile_counts import TileCounts
 
 # The limits in words, for reasons.
 LIMITS: Mapping[str, str] = {
@@ -74,3 +81,41 @@ class PassTime:
     def flops_per_second(self) -> float:
         """Of the flops that the formula needs."""
         return self.flops / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Access:
+    """A kernel reads or writes rows of an operand, each row so many ``times``.
+
+    ``by_tile``: the rows of each tile that it visits; else all rows of the operand.
+    """
+
+    operand: Operand
+    by_tile: bool = False
+    times: int = 1
+
+
+def once(*names: str, of: Mapping[str, Operand] = OPERANDS) -> tuple[Access, ...]:
+    """All rows of these operands, one time."""
+    return tuple(Access(of[name]) for name in names)
+
+
+def by_tile(*names: str) -> tuple[Access, ...]:
+    """The rows of these operands in every tile that is visited."""
+    return tuple(Access(OPERANDS[name], by_tile=True) for name in names)
+
+
+def moved(
+    accesses: Iterable[Access], head_dim: HeadDim, element: int, sizes: Mapping[str, int], counts: TileCounts | None
+) -> Counter[str]:
+    """Bytes by operand, where an element of q has ``element`` of them; ``counts`` of what is visited, if anything."""
+    found: Counter[str] = Counter()
+    for each in accesses:
+        operand = each.operand
+        if each.by_tile:
+            assert counts is not None
+            rows = counts.rows if operand.of_queries else counts.keys
+        else:
+            rows = math.prod(operand.lengths(sizes))
+        found[operand.name] += each.times * rows * operand.columns(head_dim) * operand.element_bytes(element)
+    return found

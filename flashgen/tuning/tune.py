@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,10 +29,48 @@ from flashgen.op.signature import TORCH_DTYPES
 from flashgen.plan.measured import PASSES, Measured, MeasuredPass, Pins, ShapeClass, Tile, Tuning
 from flashgen.targets.cpu.device import cpu_identity, local_cpu
 from flashgen.targets.device_table import board_of
+from flashgen.targets.families import family_of
+from flashgen.targets.protocol import Device
 from flashgen.toolchains.cpp import CompileFailed
-from flashgen.tuning.candidates import Candidate, candidates
 from flashgen.tuning.timing import paired_times, waiting
 from flashgen.verification.inputs import Inputs, random_inputs
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A tile of one pass. ``rank`` is its place in the model's order, 0 for the planner's choice.
+
+    ``predicted`` is its time over that choice's.
+    """
+
+    tile: Tile
+    rank: int
+    predicted: float
+
+
+def candidates(
+    variant: Variant, device: Device, shape: Shape, element: ElementType, most: int
+) -> Mapping[str, tuple[Candidate, ...]]:
+    """At most ``most`` beside the planner's choice, for each pass. Raises ``SpecError`` where no tile fits."""
+    found = {}
+    for name in PASSES:
+        seconds = family_of(device).candidates(device, variant, shape, element, name)
+        first, *others = seconds
+        ordered = [first, *sorted(others, key=lambda tile: (seconds[tile], tile.Br, tile.Bc))]
+        found[name] = tuple(
+            Candidate(tile, ordered.index(tile), seconds[tile] / seconds[first]) for tile in _spread(ordered, most + 1)
+        )
+    return found
+
+
+def _spread(ordered: Sequence[Tile], most: int) -> list[Tile]:
+    """The best half of what may be measured, and others at even distances, so that the model is tested, too."""
+    if len(ordered) <= most:
+        return list(ordered)
+    best = (most + 1) // 2
+    rest, others = ordered[best:], most - best
+    return [*ordered[:best], *(rest[(n + 1) * len(rest) // others - 1] for n in range(others))]
+
 
 _ROUNDS = 15
 

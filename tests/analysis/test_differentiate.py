@@ -18,7 +18,7 @@ from flashgen.ir.expr import Expr, Load, index, literal, substitute, walk
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
 from flashgen.language import parse_text
-from flashgen.reference.namespace import TorchNamespace
+from flashgen.reference.evaluate import TorchNamespace
 from flashgen.targets.cpu.device import GENERIC_CPU
 from flashgen.targets.cpu.target import CpuTarget
 from tests.analysis.test_simplify import COUNT, TENSORS, values

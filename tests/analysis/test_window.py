@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from flashgen.analysis.kept import window_width
 from flashgen.analysis.simplify import simplify
-from flashgen.analysis.window import window_width
 from flashgen.ir.expr import index
 from tests.ir.expressions import expr
 from tests.ir.values import evaluate

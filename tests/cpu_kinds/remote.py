@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashgen.hosts.extents import extents
+from flashgen.hosts.emulated import extents
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.library import Find
 from flashgen.ir.spec import HeadDim

@@ -12,7 +12,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import flashgen.integrations.transformers as fgt
-from flashgen.integrations.transformers import packing
+from flashgen.integrations.transformers import calls
 from flashgen.integrations.transformers.calls import attention_forward
 from flashgen.integrations.transformers.masks import LayerMask, layer_mask
 from flashgen.op import layer as layers
@@ -310,8 +310,8 @@ def test_packing_is_looked_at_once_for_all_layers(monkeypatch: pytest.MonkeyPatc
         counted.append(length)
         return original(ends, length)
 
-    original = packing._documents
-    monkeypatch.setattr(packing, "_documents", documents)
+    original = calls._documents
+    monkeypatch.setattr(calls, "_documents", documents)
     model, ids = build("llama"), tokens(1, 19)
     ends = torch.tensor([0, 5, 16, 19])
     first = model(ids, cu_seq_lens_q=ends, cu_seq_lens_k=ends).logits

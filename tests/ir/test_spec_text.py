@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.ir.spec_text import spec_text
+from flashgen.ir.text import spec_text
 from flashgen.language import parse_file, parse_text
 
 GALLERY = sorted((Path(__file__).parents[2] / "specs").glob("*.attn"))

@@ -12,8 +12,7 @@ from flashgen.analysis.selection import lowered, selection_of
 from flashgen.analysis.variant import analyse
 from flashgen.ir.serialize import spec_from_data, spec_to_data
 from flashgen.ir.spec import AttentionSpec
-from flashgen.ir.spec_text import spec_text
-from flashgen.ir.text import text
+from flashgen.ir.text import spec_text, text
 from flashgen.language import parse_text
 
 PER_QUERY = "tensor idx: i32[B, Hkv, Nq, 16] select 64: idx[b, hkv, i, :] mask causal"

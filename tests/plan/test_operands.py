@@ -13,7 +13,7 @@ from flashgen.analysis.variant import analyse
 from flashgen.compiler.compiled import compiled
 from flashgen.compiler.pipeline import target_named
 from flashgen.compiler.reading import read_file
-from flashgen.hosts.extents import extents
+from flashgen.hosts.emulated import extents
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.ir.spec import HeadDim
 from flashgen.kinds.dense import OPERANDS

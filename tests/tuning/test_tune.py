@@ -33,9 +33,8 @@ from flashgen.targets.cpu.tiles import CpuPlan
 from flashgen.targets.device_table import known_devices
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.tuning import tune as tuning_module
-from flashgen.tuning.candidates import candidates
 from flashgen.tuning.timing import Spread, Times
-from flashgen.tuning.tune import Job, tune
+from flashgen.tuning.tune import Job, candidates, tune
 from flashgen.verification import random_inputs
 
 TEXT = "attention tuned { head_dim 16 dtype f32 mask causal }"

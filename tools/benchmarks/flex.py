@@ -40,7 +40,7 @@ from flashgen.ir.operators import OPERATORS
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ScalarType
 from flashgen.reference.dense import param_values
-from flashgen.reference.namespace import TorchNamespace, Value
+from flashgen.reference.evaluate import TorchNamespace, Value
 from flashgen.reference.shard import Shard
 from flashgen.verification.inputs import Inputs, scale_factor
 from tools.benchmarks.peer import Arguments, Inexpressible, Peer

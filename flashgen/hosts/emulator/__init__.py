@@ -5,8 +5,7 @@ pointers may touch. Out: a ``Report`` of what moved, or an ``EmulatorError`` tha
 checks and counts is described in templates/emulator/machine, one file for each part of the machine.
 """
 
-from flashgen.hosts.emulator.memory import DeviceMemory
-from flashgen.hosts.emulator.program import Program, compile_program
+from flashgen.hosts.emulator.program import DeviceMemory, Program, compile_program
 from flashgen.hosts.emulator.report import Conflict, EmulatorError, FaultKind, Report, SharedRequests, Traffic
 
 __all__ = [

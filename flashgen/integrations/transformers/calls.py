@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from flashgen.integrations.transformers.masks import ELSEWHERE, LayerMask
-from flashgen.integrations.transformers.packing import packed
 from flashgen.op.layer import LOWER_RIGHT, Layer, broadcast, conjunction, element, scale_of
+from flashgen.op.values import UnchangedTensor
 
 # Keywords by which some attention function or layer of transformers computes something else, and that are not honoured
 # here. Models hand all others through to every layer, where eager attention does not look at them either.
@@ -205,3 +205,49 @@ def _check_broadcast(name: str, x: Tensor, sizes: tuple[int, int, int, int]) -> 
         )
     if not (x.dtype is torch.bool or x.is_floating_point()):
         raise TypeError(f"'{name}' is {x.dtype}; bools say what is kept, floats are added to the scores")
+
+
+_DIFFERENT = (
+    "'cu_seq_lens_q' and 'cu_seq_lens_k' say different lengths; a causal or sliding mask is supported where queries "
+    "and keys are the same positions"
+)
+
+
+# What the last call found, of which ends.
+_LAST: list[tuple[object, dict[str, Tensor]]] = []
+
+
+def packed(q_ends: Tensor, k_ends: Tensor, lengths: tuple[int, int], *, is_ordered: bool) -> dict[str, Tensor]:
+    """``packed_q`` [Nq] and ``packed_k`` [Nk], for ends int [S + 1]. ``is_ordered``: the mask has positions in it.
+
+    Raises ``ValueError`` where it has, and queries and keys are not packed in the same way.
+    """
+    if not (_is_remembered(q_ends) and _is_remembered(k_ends)):
+        return _packed(q_ends, k_ends, lengths, is_ordered)
+    key = (UnchangedTensor(q_ends), UnchangedTensor(k_ends), lengths, is_ordered)
+    for known, documents in _LAST:
+        if known == key:
+            return documents
+    found = _packed(q_ends, k_ends, lengths, is_ordered)
+    _LAST[:] = [(key, found)]
+    return found
+
+
+def _is_remembered(ends: Any) -> bool:
+    """Whether later changes of the numbers can be noticed; graphs compute them each time."""
+    if torch.compiler.is_compiling() or ends.is_inference():
+        return False
+    return not (ends.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _packed(q_ends: Tensor, k_ends: Tensor, lengths: tuple[int, int], is_ordered: bool) -> dict[str, Tensor]:
+    if is_ordered and q_ends is not k_ends:
+        if q_ends.shape != k_ends.shape:
+            raise ValueError(_DIFFERENT)
+        torch._assert_async((q_ends == k_ends).all(), _DIFFERENT)
+    return {"packed_q": _documents(q_ends, lengths[0]), "packed_k": _documents(k_ends, lengths[1])}
+
+
+def _documents(ends: Tensor, length: int) -> Tensor:
+    places = torch.arange(length, device=ends.device)
+    return torch.searchsorted(ends.to(places.dtype), places, right=True, out_int32=True)

@@ -15,10 +15,9 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.shape import Shape
 from flashgen.kinds.dense import OPERANDS
 from flashgen.kinds.operand import Elements
-from flashgen.plan.moved import Access, by_tile, moved, once
 from flashgen.plan.paper import Lengths, kernel_flops
 from flashgen.plan.plan import Tiles
-from flashgen.plan.prediction import KernelTime, PassTime
+from flashgen.plan.prediction import Access, KernelTime, PassTime, by_tile, moved, once
 from flashgen.plan.tile_counts import TileCounts, tile_counts
 from flashgen.plan.work import CPU_COSTS, pair_work
 from flashgen.targets.cpu.device import Cpu

@@ -10,11 +10,10 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.expr import literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
-from flashgen.plan.alternatives import MOST, RunnerUp, runner_up
 from flashgen.plan.measured import Tile
 from flashgen.plan.paper import BlockSizes
 from flashgen.plan.plan import Tiles
-from flashgen.plan.report import PassReport, pass_report, reason_of
+from flashgen.plan.report import MOST, PassReport, RunnerUp, pass_report, reason_of, runner_up
 from flashgen.targets.cpu.cost import pass_time
 from flashgen.targets.cpu.device import LOCAL, Cpu, cpu_identity
 from flashgen.targets.cpu.model import buffers, working_set

@@ -7,10 +7,10 @@ In: a variant, a tile, the vector width. Out: bytes and an estimate. The buffers
 from __future__ import annotations
 
 from flashgen.analysis.diagonals import diagonal_values, over_diagonals
+from flashgen.analysis.kept import window_width
 from flashgen.analysis.levels import Level
 from flashgen.analysis.pieces import is_irregular
 from flashgen.analysis.variant import Variant
-from flashgen.analysis.window import window_width
 from flashgen.targets.cpu.products import Products
 
 KEY_MULTIPLE = 4  # fg::row_multiple of tile_product.h

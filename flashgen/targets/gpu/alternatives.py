@@ -16,8 +16,8 @@ from flashgen.ir.expr import literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import Schedule
 from flashgen.ir.types import ElementType
-from flashgen.plan.alternatives import MOST, RunnerUp, runner_up
 from flashgen.plan.measured import Pins, Tile, counted
+from flashgen.plan.report import MOST, RunnerUp, runner_up
 from flashgen.targets.gpu.cost import pass_time
 from flashgen.targets.gpu.plan import plan_gpu
 from flashgen.targets.gpu.product import Gpu

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from flashgen.kinds.dense import OPERANDS
 from flashgen.kinds.operand import QUERIES, Elements, Operand, Width
 from flashgen.plan.launches import TURNED_KEYS, VisitLists
-from flashgen.plan.moved import Access, by_tile, moved, once
+from flashgen.plan.prediction import Access, by_tile, moved, once
 from flashgen.plan.tile_counts import GROUP, TileCounts
 from flashgen.targets.gpu.last_keys import parts_of_last
 from flashgen.targets.gpu.launches import TURNED_V, dq_sums, rows_of_a_block, turned_v
