@@ -17,7 +17,7 @@ from flashgen.analysis.variant import Variant, analyse
 from flashgen.ir.build import apply
 from flashgen.ir.expr import index, literal, walk
 from flashgen.ir.spec import AttentionSpec, HeadDim
-from flashgen.kinds.by_blocks import BY_BLOCKS
+from flashgen.kinds.slices import BY_BLOCKS
 
 # Of both head dimensions, for which a thread's registers hold scores of a block beside a row's part of O.
 WIDEST = 128

@@ -15,7 +15,7 @@ from flashgen.cli.options import TARGETS, Constant, checked_arguments, json_opti
 from flashgen.diagnostics import Diagnostic, Source, SpecError
 
 if TYPE_CHECKING:
-    from flashgen.compiler.verdicts import Verdict
+    from flashgen.compiler.reading import Verdict
 
 
 @click.command(short_help="Check specs and print diagnostics.")

@@ -16,9 +16,17 @@ from typing import TYPE_CHECKING
 
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.compiler.compiled import Assembled, CompiledKernel, assembled, compiled
-from flashgen.compiler.reading import Checked, Constant, did_you_mean, read_file
+from flashgen.compiler.reading import (
+    Checked,
+    Constant,
+    Verdict,
+    did_you_mean,
+    errors_of,
+    read_file,
+    verdicts_of,
+    warnings_of,
+)
 from flashgen.compiler.tile_choices import planned, planned_at, tile_choices
-from flashgen.compiler.verdicts import Verdict, errors_of, verdicts_of, warnings_of
 from flashgen.diagnostics import Diagnostic, SpecError, in_reading_order
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec

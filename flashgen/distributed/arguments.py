@@ -14,6 +14,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.op.op import AttentionOp
+from flashgen.op.registration import rows_of_region
 from flashgen.op.tensor_kinds import check_tensors, has_distributed
 
 
@@ -25,12 +26,7 @@ def autocast(op: AttentionOp, *tensors: Tensor) -> tuple[Tensor, ...]:
     kind = first.device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
-    wanted = torch.get_autocast_dtype(kind)
-    dtypes = op.engine.checker.dtypes
-    to = next((dtype for dtype in (wanted, torch.float32) if dtype in dtypes), None)
-    return tuple(
-        x.to(to) if to is not None and x.is_floating_point() and x.dtype is not torch.float64 else x for x in tensors
-    )
+    return rows_of_region(op.engine, kind, tensors)
 
 
 def check_call(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, backend: str) -> None:

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from flashgen.analysis.variant import analyse, constant_factor
 from flashgen.ir.spec import HeadDim
-from flashgen.kinds.parts import PARTS
-from flashgen.kinds.slices import SLICES
+from flashgen.kinds.slices import PARTS, SLICES
 from flashgen.op.call import Attended, Tensors
 from flashgen.op.engine import Engine
 from flashgen.op.loading import load_spec

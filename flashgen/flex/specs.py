@@ -15,10 +15,9 @@ from flashgen.flex.places import function_of
 from flashgen.flex.shapes import Shapes
 from flashgen.flex.tracing import Mod, Traced
 from flashgen.flex.values import folded
-from flashgen.ir.arguments import OP_ARGUMENTS
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind, literal, rewrite, score_input, walk
-from flashgen.ir.spec import DEFAULT_SCALE, AttentionSpec, CapturedTensor, HeadDim, Param, Schedule
+from flashgen.ir.spec import DEFAULT_SCALE, OP_ARGUMENTS, AttentionSpec, CapturedTensor, HeadDim, Param, Schedule
 from flashgen.ir.text import with_text
 from flashgen.ir.types import ScalarType
 from flashgen.ir.weights import Weights

@@ -20,13 +20,13 @@ from flashgen.hosts.explained_call import ExplainedCall
 from flashgen.hosts.kernel import ELEMENTS
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
-from flashgen.kinds.by_blocks import BY_BLOCKS
 from flashgen.kinds.cached import CACHED, F8_CACHED
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
 from flashgen.kinds.kind import Kind, PassName
 from flashgen.kinds.operand import F8_CODE
+from flashgen.kinds.slices import BY_BLOCKS
 from flashgen.plan.arguments import gradient_field, stored_field, summed_tensors
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.launches import PassLaunches

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from flashgen.diagnostics import Span
-from flashgen.ir.arguments import MAX_CAPTURED, OP_ARGUMENTS
 from flashgen.ir.expr import Expr, Literal, Symbol, SymbolKind, literal
+from flashgen.ir.spec import MAX_CAPTURED, OP_ARGUMENTS
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.language import names, syntax
 from flashgen.language.constants import Value, fits

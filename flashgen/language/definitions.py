@@ -13,8 +13,7 @@ from flashgen.diagnostics import Source
 from flashgen.language import names, syntax
 from flashgen.language.frames import Macro, Scope
 from flashgen.language.names import FUNCTIONS
-from flashgen.language.report import Report
-from flashgen.language.suggest import suggestion, unknown_function, wrong_count
+from flashgen.language.report import Report, suggestion, unknown_function, wrong_count
 
 
 def define(

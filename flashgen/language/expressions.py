@@ -19,8 +19,7 @@ from flashgen.language.constants import ConstantError, number
 from flashgen.language.frames import Bound, Frame, Macro, Meaning, Scope, TensorName
 from flashgen.language.names import FUNCTIONS, INFIX, Site
 from flashgen.language.nodes import Budget, Nodes, TooLargeError
-from flashgen.language.report import Report
-from flashgen.language.suggest import suggestion, unknown_function, wrong_count
+from flashgen.language.report import Report, suggestion, unknown_function, wrong_count
 
 # Levels of syntax, definitions written out: what Python's stack must hold.
 _MAX_LEVELS = 160

@@ -1,7 +1,7 @@
 """What people write who come from FlexAttention, PyTorch or NumPy, and what stands for it here.
 
 In: a name, a function or a statement that the language does not have. Out: the hint that names the way. Pure data; a
-misspelt name of the language's own is ``suggest.py``'s.
+misspelt name of the language's own is ``report.py``'s.
 """
 
 from __future__ import annotations

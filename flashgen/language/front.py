@@ -15,9 +15,8 @@ from flashgen.language import syntax
 from flashgen.language.constants import Value
 from flashgen.language.imports import Library, Reader, load_library
 from flashgen.language.nodes import Budget
-from flashgen.language.report import GiveUpError, Report
+from flashgen.language.report import GiveUpError, Report, suggestion
 from flashgen.language.resolve import resolve
-from flashgen.language.suggest import suggestion
 from flashgen.language.text import given_text, read_source
 from flashgen.store.gallery import spec_file
 

@@ -18,8 +18,7 @@ from flashgen.language import syntax
 from flashgen.language.definitions import define, exported
 from flashgen.language.frames import Macro, Scope
 from flashgen.language.parser import Parsed, parse
-from flashgen.language.report import Report
-from flashgen.language.suggest import suggestion
+from flashgen.language.report import Report, suggestion
 from flashgen.language.text import accepted, read_source
 
 PRELUDE = "prelude.attn"

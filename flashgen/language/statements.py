@@ -26,7 +26,7 @@ from flashgen.language.definitions import expressions_below
 from flashgen.language.expressions import Expressions
 from flashgen.language.frames import TensorName
 from flashgen.language.names import Site
-from flashgen.language.suggest import suggestion
+from flashgen.language.report import suggestion
 
 MAX_HEAD_DIM = 576  # of multi-head latent attention: 512 and 64 for positions
 DTYPES = ("f16", "bf16", "f32", "f8e4m3")

@@ -17,7 +17,7 @@ from flashgen.diagnostics import quoted_list
 from flashgen.emit.recall import specs_of_file, specs_of_text
 from flashgen.ir.serialize import spec_from_data
 from flashgen.ir.spec import AttentionSpec, HeadDim
-from flashgen.op.exported import Exported
+from flashgen.op.operators import Exported
 from flashgen.store.gallery import spec_file
 from flashgen.targets.cpu.target import CpuTarget
 

@@ -329,17 +329,18 @@ def _cast_for_region(op: Registered, tensors: Tensors) -> Tensors:
 
 
 def _cast(op: Registered, device: str, tensors: Tensors) -> Tensors:
-    signature, region = op.signature, torch.get_autocast_dtype(device)
-    allowed = op.engine.checker.dtypes
-    wanted = next((dtype for dtype in (region, torch.float32) if dtype in allowed), None)
-    cast = list(tensors)
-    for n, x in enumerate(tensors[:3]):
-        if wanted is not None and _is_castable(x):
-            cast[n] = x.to(wanted)
-    for n, tensor in enumerate(signature.tensors, start=3):
+    cast = [*rows_of_region(op.engine, device, tensors[:3]), *tensors[3:]]
+    for n, tensor in enumerate(op.signature.tensors, start=3):
         if tensor.element.is_floating and _is_castable(tensors[n]):
             cast[n] = tensors[n].to(TORCH_DTYPES[tensor.element])
     return tuple(cast)
+
+
+def rows_of_region(engine: Engine, device: str, rows: Sequence[Tensor]) -> Tensors:
+    """q, k and v in the type of the autocast region, if the op takes that, else in float32, if it takes that."""
+    allowed = engine.checker.dtypes
+    wanted = next((dtype for dtype in (torch.get_autocast_dtype(device), torch.float32) if dtype in allowed), None)
+    return tuple(x.to(wanted) if wanted is not None and _is_castable(x) else x for x in rows)
 
 
 def _is_castable(x: Tensor) -> bool:

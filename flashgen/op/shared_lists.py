@@ -6,7 +6,7 @@ select the same keys, and are the rows of a tile instead.
 
 Forward, kernels by blocks of keys take a block for all queries that list it, some of the queries at a time
 (``plan/by_blocks.py`` decides). Else kernels for caches run, whose tile has the heads of one query. Backward, dense
-kernels run of a spec whose rows are the heads of a group, query by query (``analysis/grouped.py``), over copies of q,
+kernels run of a spec whose rows are the heads of a group, query by query (``by_groups``), over copies of q,
 o and d_o in that order.
 
     measured: see tools/benchmarks/README.md, "Caches and selected keys"
@@ -21,15 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashgen.analysis.grouped import by_groups
-from flashgen.analysis.selection import has_list_for_each_query, selection_of
+from flashgen.analysis.selection import by_groups, has_list_for_each_query, selection_of
 from flashgen.hosts.kernel import KernelProvider, of_spec
 from flashgen.hosts.schedule import MOST_ELEMENTS
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, Select
-from flashgen.kinds.by_blocks import BY_BLOCKS
 from flashgen.kinds.cached import CACHED
-from flashgen.kinds.parts import PARTS
+from flashgen.kinds.slices import BY_BLOCKS, PARTS
 from flashgen.op.call import Attended, Call, Rest, Saved, Tensors
 from flashgen.op.engine import Engine
 from flashgen.op.selected import check_listed_blocks

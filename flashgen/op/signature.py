@@ -13,8 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from flashgen.ir.arguments import MAX_CAPTURED, OP_ARGUMENTS, OPTIONS
-from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
+from flashgen.ir.spec import MAX_CAPTURED, OP_ARGUMENTS, OPTIONS, AttentionSpec, CapturedTensor, Param
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.kinds.cached import CACHED

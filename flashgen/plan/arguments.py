@@ -7,8 +7,10 @@ stand last, behind a prefix that says what of them is meant (``tensor_slope``, `
 the functions below. Fields in which calls of the same shapes differ come first: a repeated call packs these alone.
 """
 
+import ctypes
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from flashgen.analysis.selection import lowered
 from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index, index_set, size, walk
@@ -219,3 +221,25 @@ def _gradient_of(name: str, form: str) -> Field:
 def _stored_gradient_of(tensor: CapturedTensor) -> Field:
     comment = f"contiguous, {tensor.element}, zero at the start: pairs store theirs; null where they are added up"
     return Field(stored_field(tensor.name), "pointer", comment, CAPTURED_TYPES[tensor.element.value])
+
+
+_TOTALS = {"B": "b_total", "H": "h_total", "Nq": "q_total", "Nk": "kv_total"}
+
+
+def sizes_of_values(values: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes that captured tensors have in the call whose struct says ``values``, by their names in specs."""
+    sizes = {size: int(values[field]) for size, field in _TOTALS.items()}
+    sizes["Hkv"] = sizes["H"] // (int(values["heads"]) // int(values["kv_heads"]))
+    return sizes
+
+
+def params_of_values(spec: AttentionSpec, values: Mapping[str, Any]) -> dict[str, float]:
+    """The params by their names in the spec: floats are float32 in ``struct Arguments``."""
+    found = {param.name: values[param_field(param.name)] for param in spec.params}
+    return {name: ctypes.c_float(x).value if isinstance(x, float) else x for name, x in found.items()}
+
+
+def starts_of_values(values: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    """Which batch entry, head, query and key of the whole are the first of the call."""
+    b, h, q, kv = (int(values[f"{axis}_start"]) for axis in ("b", "h", "q", "kv"))
+    return b, h, q, kv

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flashgen.analysis.grouped import by_groups
+from flashgen.analysis.selection import by_groups
 from flashgen.hosts.emulated import SIZE, Counted
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.op import AttentionOp

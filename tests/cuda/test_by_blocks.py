@@ -20,7 +20,7 @@ from flashgen.hosts.gpu_calls import kernel_variant
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
-from flashgen.kinds.by_blocks import BY_BLOCKS
+from flashgen.kinds.slices import BY_BLOCKS
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.plan import by_blocks
 from flashgen.plan.by_blocks import block_order, part_bytes

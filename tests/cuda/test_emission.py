@@ -8,7 +8,7 @@ import pytest
 
 from flashgen.hosts.gpu_calls import kernel_variant
 from flashgen.ir.types import ElementType
-from flashgen.kinds.by_blocks import BY_BLOCKS
+from flashgen.kinds.slices import BY_BLOCKS
 from flashgen.kinds.table import KINDS
 from flashgen.language import parse_text
 from flashgen.plan.launches import ALIGNMENT

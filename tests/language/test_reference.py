@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from flashgen.diagnostics import CODES
-from flashgen.ir.arguments import OP_ARGUMENTS
 from flashgen.ir.operators_base import MOST_BITS
+from flashgen.ir.spec import OP_ARGUMENTS
 from flashgen.language import names, parse_text
 from flashgen.language.constants import MOST_DIGITS
 from flashgen.language.imports import standard_definitions

@@ -15,7 +15,7 @@ from flashgen.hosts.emulated import recording
 from flashgen.hosts.gpu_calls import kernel_variant
 from flashgen.ir.shape import Shape
 from flashgen.kinds.dense import DENSE
-from flashgen.kinds.parts import PARTS
+from flashgen.kinds.slices import PARTS
 from flashgen.op.engine import Engine
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.targets.registry import GPUS

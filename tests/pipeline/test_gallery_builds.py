@@ -12,8 +12,7 @@ from flashgen.compiler.building import build_file
 from flashgen.compiler.compiled import compiled
 from flashgen.compiler.package.gpu import packaged
 from flashgen.compiler.package.manifest import Manifest
-from flashgen.compiler.reading import read_file
-from flashgen.compiler.verdicts import verdicts_of
+from flashgen.compiler.reading import read_file, verdicts_of
 from flashgen.diagnostics import SpecError
 from flashgen.kinds.kind import BOTH
 from flashgen.store import gallery

@@ -9,7 +9,7 @@ import keyword
 import random
 from collections.abc import Iterable
 
-from flashgen.ir.arguments import OP_ARGUMENTS
+from flashgen.ir.spec import OP_ARGUMENTS
 from flashgen.language.names import BUILTINS, FUNCTIONS, WEIGHT_FORMS
 
 

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import sys
+import warnings
 from abc import ABCMeta
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from torch import nn
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     from transformers.masking_utils import remap_positions_for_packed_sequence as _since_5_23  # noqa: F401
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
     from transformers.utils import generic
 except ImportError as error:
     raise ImportError(
         "flashgen.integrations.transformers needs transformers 5.23 or newer: pip install 'transformers>=5.23'"
     ) from error
-
-import inspect
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-
-from torch import nn
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 
 from flashgen.integrations.transformers.calls import attention_forward
 from flashgen.integrations.transformers.masks import LayerMask, layer_mask

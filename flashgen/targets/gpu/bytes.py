@@ -21,10 +21,10 @@ from flashgen.analysis.variant import Variant
 from flashgen.ir.shape import Shape
 from flashgen.kinds.cached import ARRIVALS
 from flashgen.kinds.dense import DENSE, OPERANDS
+from flashgen.plan.arguments import params_of_values, sizes_of_values, starts_of_values
 from flashgen.plan.launches import PassLaunches
 from flashgen.plan.tile_counts import MaskedCall, counts_of_call, tile_counts
 from flashgen.targets.gpu.block_bytes import BLOCK_BUFFERS
-from flashgen.targets.gpu.call_values import params_of_values, sizes_of_values, starts_of_values
 from flashgen.targets.gpu.kernel_bytes import DELTA, KERNELS, LSE_PARTS, TURNED, KernelBytes
 from flashgen.targets.gpu.last_keys import shares_last
 from flashgen.targets.gpu.launches import CLEARS, PART_O, PART_ROWS, dq_sums

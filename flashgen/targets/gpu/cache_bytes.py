@@ -22,7 +22,7 @@ from flashgen.analysis.tiles import TileClass, loads_of_kernels
 from flashgen.analysis.variant import Variant
 from flashgen.ir.expr import Expr
 from flashgen.kinds.operand import ELEMENT_BYTES
-from flashgen.targets.gpu.call_values import params_of_values, sizes_of_values, starts_of_values
+from flashgen.plan.arguments import params_of_values, sizes_of_values, starts_of_values
 from flashgen.targets.gpu.kernel_bytes import LSE_PARTS
 from flashgen.targets.gpu.launches import PART_O, PART_ROWS, work_tiles
 from flashgen.targets.gpu.model import (
