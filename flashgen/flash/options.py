@@ -89,9 +89,9 @@ class PlannedCall(NamedTuple):
     def results(self, found: Any, convert: Callable[[Tensor], Tensor] | None) -> Any:
         """The result of a function, from that of its op; ``convert`` gives o the layout or type of q."""
         o, *rest = found if self.has_lse else (found,)
-        rest += [None] if self.has_weights else []
         o = o if convert is None else convert(o)
-        return (o, *rest) if rest else o
+        results = (o, *rest, None) if self.has_weights else (o, *rest)
+        return results if len(results) > 1 else o
 
 
 def plan_call(
@@ -119,8 +119,11 @@ def plan_call(
     has_tensor = isinstance(scale, Tensor) or isinstance(dropout_p, Tensor) or isinstance(softcap, Tensor)
     known = None if has_tensor or torch.compiler.is_compiling() else _remembered(numbers)
     asked = known or _settle(*numbers)
+    captures_nothing = slopes is sinks is padding is None
+    if captures_nothing and not has_lse:
+        return asked
     captured = asked.captured
-    if not (slopes is sinks is padding is None):
+    if not captures_nothing:
         captured = dict(captured)
         if slopes is not None:
             captured["slopes"] = slopes.expand(sizes.batch, sizes.heads)
@@ -128,8 +131,6 @@ def plan_call(
             captured["sinks"] = sinks
         if padding is not None:
             captured["padding"] = padding
-    if captured is asked.captured and not has_lse:
-        return asked
     return asked._replace(captured=captured, has_lse=has_lse)
 
 

@@ -155,6 +155,7 @@ class Operand:
         """What this rank passes to the operator; tensors that are no DTensors are whole on every rank."""
         own = x
         if isinstance(x, DTensor):
+            x = x.detach()  # gradients are the operator's own; PyTorch before 2.13 moves no leaf here
             own = (x if x.placements == self.placements else x.redistribute(placements=self.placements)).to_local()
         for cut in self.cuts:
             own = _fitted(own, cut.dim, cut.held, cut.read)

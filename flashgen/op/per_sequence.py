@@ -77,8 +77,10 @@ class PerSequence:
                 for param, value in zip(params, self._captured.params, strict=True)
                 if param.name not in self._by_length
             }
-            # A default may be no number at length 0, and a sequence without pairs does not need it.
-            values = param_values(self._spec, given, sizes) if 0 not in lens else dict.fromkeys(self._by_length, 0.0)
+            # A default may be no number at length 0, and a sequence without pairs needs none but for rows of a sink.
+            sinks = lens[0] > 0 and self._spec.weights.sink is not None
+            is_needed = sinks or 0 not in lens
+            values = param_values(self._spec, given, sizes) if is_needed else dict.fromkeys(self._by_length, 0.0)
             values = {param.name: values.get(param.name, given.get(param.name, 0.0)) for param in params}
             probability = 0.0
             if self._own_dropout and 0 not in lens:

@@ -5,6 +5,7 @@ In: a key and a function that builds the files of its entry. Out: the path of a 
     <root>/<key>/library.so         the file that is loaded
     <root>/<key>/seal.json          size and sha256 of every file, written last
     <root>/<key>/source.cpp, …      kept beside it for people
+    <root>/<key>/preamble.h.gch     what sources begin with, compiled once
     <root>/locks/<key>.lock         held while an entry is built; <key>.holder says by whom
     <root>/compiler/<key>/          of the compiler itself: tables, templates, specs that it has read before
     <root>/operators/<key>/         the specs of operators in exported programs
@@ -204,7 +205,7 @@ class Cache:
         for folder in self._folders():
             with contextlib.suppress(OSError):
                 files = [(file.name, file.stat()) for file in folder.iterdir()]
-                name = next((name for name, _ in files if name.endswith((".cpp", ".cu"))), folder.name[:12])
+                name = next((name for name, _ in files if name.endswith((".cpp", ".cu", ".h"))), folder.name[:12])
                 size = sum(status.st_size for _, status in files)
                 built = max((status.st_mtime for _, status in files), default=0.0)
                 found.append(CacheEntry(folder.name, Path(name).stem, size, built))

@@ -7,6 +7,7 @@ CPU's features, so that a cache folder can be shared between machines. Nothing h
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -15,15 +16,16 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from flashgen.store.cache import Cache, key_of
 from flashgen.store.compiling import compiling
-from flashgen.store.headers import Source, in_one
+from flashgen.store.headers import Headers, Source, headers_of, in_one
 
 REQUIRED_FLAGS = ("-std=c++17", "-O2", "-fwrapv", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")
 THIS_CPU = "-march=native"
@@ -32,6 +34,11 @@ OPTIONAL_FLAGS = (THIS_CPU, "-mprefer-vector-width=512", "-ffp-contract=fast", "
 CANDIDATES = ("c++", "g++", "clang++")
 
 _LIBRARY, LOG = "library.so", "compile.log"
+# What all sources of kernels include first, and the most libraries of a cache in which compiling it does not pay yet.
+PREAMBLE = "flashgen/cpu/preamble.h"
+_FEW_LIBRARIES = 2
+_HEADER, _PRECOMPILED = "preamble.h", "preamble.h.gch"
+_GCC = "Free Software Foundation"
 _INSTALL = (
     "Install one (Debian: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install) or set CXX."
 )
@@ -237,11 +244,13 @@ def _build(source: Source, compiler: Compiler, flags: Sequence[str] | None = Non
 
 def _build_in(scratch: Path, source: Source, compiler: Compiler, flags: Sequence[str] | None) -> dict[str, bytes]:
     code, library = scratch / f"{source.name}.cpp", scratch / _LIBRARY
-    code.write_text(in_one(code.name, source.text, source.headers), encoding="utf-8")
+    begins, headers = ((), source.headers) if flags is not None else _begun(source, compiler)
+    code.write_text(in_one(code.name, source.text, headers), encoding="utf-8")
     files = [code.name, "-o", library.name]
     if flags is None:
-        defines = [f"-D{name}={value}" for name, value in source.defines]
-        log, success = _run_with_optional(compiler, [*REQUIRED_FLAGS, *defines, *compiler.flags, *files], scratch)
+        defines = _defines(source.defines)
+        arguments = [*REQUIRED_FLAGS, *defines, *compiler.flags, *begins, *files]
+        log, success = _run_with_optional(compiler, arguments, scratch)
     else:
         log, success = _run(compiler, [*files, *flags], scratch)
     command = shlex.join(compiler.command)
@@ -253,6 +262,56 @@ def _build_in(scratch: Path, source: Source, compiler: Compiler, flags: Sequence
             f"{command} wrote no library for '{source.name}', and did not say why: is it a compiler?", log
         )
     return {_LIBRARY: library.read_bytes(), **_shown(source), LOG: log.encode()}
+
+
+def _begun(source: Source, compiler: Compiler) -> tuple[tuple[str, ...], Headers]:
+    """Flags by which GCC takes the preamble of a source, compiled before, and the headers less what that has.
+
+    Where that is not there yet, a thread compiles it for the sources to come. It changes seconds, and no code.
+    """
+    texts = dict(source.headers)
+    if _GCC not in compiler.version or PREAMBLE not in texts:
+        return (), source.headers
+    include = f'#include "{PREAMBLE}"\n'
+    preamble = headers_of(include, texts.__getitem__)
+    text = in_one(_HEADER, include, preamble)
+    flags = (*REQUIRED_FLAGS, *_defines([each for each in source.defines if each[0] in text]), *compiler.flags)
+    key = key_of(text, *flags, *compiler.optional_flags, *compiler.command, compiler.version, cpu_identity())
+    cache = Cache.default()
+    found = cache.find(key, _PRECOMPILED, _HEADER)
+    if found is None:
+        if len(cache.keys()) >= _FEW_LIBRARIES:
+            _precompile(cache.root, key, text, compiler, flags)
+        return (), source.headers
+    return ("-include", str(found.parent / _HEADER)), tuple((texts | dict.fromkeys(dict(preamble), "")).items())
+
+
+@functools.cache
+def _precompile(root: Path, key: str, text: str, compiler: Compiler, flags: tuple[str, ...]) -> threading.Thread:
+    """Begin to compile a preamble, once in a process."""
+
+    def build() -> dict[str, bytes]:
+        with tempfile.TemporaryDirectory(prefix="flashgen-build-") as folder:
+            header, compiled = Path(folder) / _HEADER, Path(folder) / _PRECOMPILED
+            header.write_text(text, encoding="utf-8")
+            files = ["-x", "c++-header", header.name, "-o", compiled.name]
+            log, success = _run_with_optional(compiler, [*flags, *files], Path(folder))
+            if not success:
+                raise CompileFailed("the preamble could not be compiled", log)
+            return {_HEADER: text.encode(), _PRECOMPILED: compiled.read_bytes()}
+
+    def run() -> None:
+        with contextlib.suppress(CompileFailed, CompilerMissing, OSError):
+            Cache(root).fetch(key, _PRECOMPILED, build, _HEADER, what=_HEADER)
+
+    thread = threading.Thread(target=run, name="flashgen-preamble")
+    with contextlib.suppress(RuntimeError):  # the interpreter ends
+        thread.start()
+    return thread
+
+
+def _defines(macros: Iterable[tuple[str, str]]) -> list[str]:
+    return [f"-D{name}={value}" for name, value in macros]
 
 
 def _shown(source: Source) -> dict[str, bytes]:

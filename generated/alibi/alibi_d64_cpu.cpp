@@ -31,27 +31,6 @@
 //   backward, numbers in three parts in matrix registers: B_r × B_c = 128 × 32 (357 KiB): 37.6% of work beside the
 //       products, the least of 7 that fit
 
-#include <algorithm>
-#include <array>
-#include <atomic>
-#include <cmath>
-#include <cstddef>
-#include <cstdint>
-#include <cstring>
-#include <memory>
-#include <mutex>
-#include <thread>
-#include <tuple>
-#include <type_traits>
-#include <vector>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-#if defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 #ifndef FLASHGEN_BR
 #define FLASHGEN_BR 128
 #endif

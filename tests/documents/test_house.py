@@ -17,10 +17,10 @@ import pytest
 from tests.conftest import ROOT
 
 BUDGET = {
-    "lines of the package": 57_174,
-    "lines of templates": 24_661,
+    "lines of the package": 57_249,
+    "lines of templates": 24_651,
     "Jinja statements": 1_455,
-    "lines of generated packages": 14_213,
+    "lines of generated packages": 6_272,
     "calls of decide": 1,
     "modules at the top level": 3,
     "lines of the longest module": 450,
@@ -41,7 +41,7 @@ def lines(paths: Iterable[Path]) -> int:
 @functools.cache
 def measured() -> Mapping[str, int]:
     templates = [path for path in (ROOT / "templates").rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    generated = (path for name in COMMITTED for path in (ROOT / "generated" / name).rglob("*"))
+    generated = (path for name in COMMITTED for path in (ROOT / "generated" / name).iterdir())  # headers are templates
     pages = [*ROOT.glob("*.md"), *(page for room in WITH_PAGES for page in (ROOT / room).rglob("*.md"))]
     statements = (re.findall(r"\{%-?\s*(?!end)\w+", path.read_text()) for path in templates if path.suffix == ".jinja")
     return {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import shlex
 import shutil
 import stat
 import subprocess
 import sys
 import tempfile
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +18,11 @@ import pytest
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.library import LibraryKernel
 from flashgen.kinds.operand import Field
-from flashgen.store.cache import Cache
+from flashgen.store.cache import ENVIRONMENT_VARIABLE, Cache
 from flashgen.store.headers import Text
 from flashgen.toolchains.cpp import (
+    LOG,
+    PREAMBLE,
     CompileFailed,
     Compiler,
     CompilerMissing,
@@ -55,6 +59,30 @@ def test_compiles_and_remembers(cache: Cache) -> None:
     log = (binary.path.parent / "compile.log").read_text()
     assert "-DVALUE=42" in log
     assert "-march=native" in log
+
+
+@pytest.mark.skipif("Free Software" not in find_compiler().version, reason="needs GCC")
+def test_what_sources_begin_with_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the third library of a cache on; it changes neither what a library computes nor its key."""
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(tmp_path))
+    headers = ((PREAMBLE, "#pragma once\ninline int answer() { return VALUE; }\n"),)
+    texts = [f'#include "{PREAMBLE}"\nextern "C" int a{n}() {{ return answer(); }}\n' for n in range(5)]
+    sources = [Text(f"a{n}", text, headers, (("VALUE", str(n // 4)),)) for n, text in enumerate(texts)]
+    logs = []
+    for n, source in enumerate(sources):
+        (binary,) = compile_sources([source])
+        for thread in threading.enumerate():
+            if thread.name == "flashgen-preamble":
+                thread.join()
+        assert ctypes.CDLL(str(binary.path))[f"a{n}"]() == n // 4
+        assert binary.key == binary_key(source, find_compiler())
+        logs.append((binary.path.parent / LOG).read_text())
+    taken = ["-include" in log for log in logs]
+    assert taken == [False, False, False, True, False], "of other macros it is another"
+    command = shlex.split(logs[3].splitlines()[0].removeprefix("$ "))
+    at = command.index("-include")
+    checked = [*command[: at + 2], "-Winvalid-pch", "-Werror", "-x", "c++", "-fsyntax-only", "/dev/null"]
+    assert subprocess.run(checked, check=False, capture_output=True).returncode == 0, "GCC takes it"
 
 
 def test_several_at_once(cache: Cache) -> None:

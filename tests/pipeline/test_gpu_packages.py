@@ -182,8 +182,13 @@ def test_a_header_that_was_edited_runs_as_it_stands(file: Path, tmp_path: Path) 
     with pytest.raises(FolderRefused, match=r"'include/flashgen/math.cuh' was edited"):
         build_file(file, output=tmp_path, targets=("sm_80",))
     header.unlink()
+    assert not edited_sources(folder, manifest), "flashgen has it as it was"
     build_file(file, output=tmp_path, targets=("sm_80",))
     assert header.is_file()
+    header.unlink()
+    other = dataclasses.replace(manifest, files={**manifest.files, "include/flashgen/math.cuh": "00"})
+    with pytest.raises(FileNotFoundError):
+        edited_sources(folder, other)
 
 
 @needs_nvrtc

@@ -11,7 +11,7 @@ from flashgen.compiler.package.manifest import INCLUDE, Manifest, digest
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.ir.spec import HeadDim
 from flashgen.plan.packed import ManifestGpuSource, ManifestKernel
-from flashgen.store.headers import headers_of
+from flashgen.store.headers import headers_of, shipped_header
 
 
 def source_of(
@@ -19,11 +19,22 @@ def source_of(
 ) -> tuple[KernelSource, str]:
     """A source with its headers, and which of these files was edited, if any. Raises ``OSError``."""
     text = (folder / written.file).read_text(encoding="utf-8")
-    headers = headers_of(text, lambda name: (folder / INCLUDE / name).read_text(encoding="utf-8"))
+    headers = headers_of(text, lambda name: _header(folder, manifest, name))
     texts = {written.file: text, **{f"{INCLUDE}/{name}": header for name, header in headers}}
     edited = (name for name, each in texts.items() if digest(each.encode()) != manifest.files.get(name))
     head_dim = HeadDim(*map(int, (written.head_dim.split("/") * 2)[:2]))
     return KernelSource(written.file, written.target, written.symbol, head_dim, text, (), headers), next(edited, "")
+
+
+def _header(folder: Path, manifest: Manifest, name: str) -> str:
+    """A header of a package; of one without its own, that which comes with flashgen, where it still is the same."""
+    try:
+        return (folder / INCLUDE / name).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        found = shipped_header(name)
+        if digest(found.encode()) != manifest.files.get(f"{INCLUDE}/{name}"):
+            raise
+        return found
 
 
 def edited_sources(folder: Path, manifest: Manifest) -> tuple[KernelSource, ...]:

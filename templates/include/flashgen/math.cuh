@@ -22,6 +22,9 @@ FG_DEVICE float chained(float gradient, float derivative) { return derivative ==
 
 constexpr float LOG2_E = 1.44269504f, LN_2 = 0.693147181f, MOST_FLOAT = 3.40282347e38f;
 
+// A factor that overflows, of a row whose weights are tiny: 0 times it stays 0. NaN stays NaN.
+FG_DEVICE float finite(float x) { return x > MOST_FLOAT ? MOST_FLOAT : x < -MOST_FLOAT ? -MOST_FLOAT : x; }
+
 // Scores are extreme where the rounding of what a row's exponents are less, 2^-24 of it, would show in its weights:
 // beyond these, in base 2 and of a log-sum-exp. Then they are counted from a maximum m. The forward pass leaves m, and
 // the logarithm of the sum, in lse_parts.

@@ -5,10 +5,6 @@
 //
 // BackwardTile computes one tile. Backward walks over the tiles, cuts them into tasks, and adds up what tasks have.
 #pragma once
-#include <atomic>
-#include <mutex>
-#include <thread>
-#include <vector>
 #include "flashgen/cpu/gradients.h"
 #include "flashgen/cpu/lists.h"
 #include "flashgen/cpu/products.h"

@@ -2,10 +2,6 @@
 //
 // Included behind `Arguments` and `Spec`, which a generated source prints.
 #pragma once
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <memory>
 #include "flashgen/cpu/spec.h"
 
 namespace {

@@ -5,10 +5,6 @@
 // share it. A library holds LIST_BYTES of lists; those that were not asked for longest make room. Where one would be
 // larger none is made, and tasks find their visits as they go.
 #pragma once
-#include <atomic>
-#include <memory>
-#include <mutex>
-#include <vector>
 #include "flashgen/cpu/visits.h"
 
 namespace {

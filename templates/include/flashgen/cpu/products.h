@@ -12,7 +12,6 @@
 // at once or as a Later product, step by step beside other work. Of a score tile keys are rows and query rows are
 // lanes. It is computed a `strip` of vectors of rows at a time.
 #pragma once
-#include <type_traits>
 #include "flashgen/cpu/visits.h"
 
 namespace {
@@ -488,7 +487,8 @@ template <class Later> class Spread {
 enum { VECTORS, PAIRS, BFLOAT16, PARTS, KINDS_OF_PRODUCTS };
 inline int products_of(const Arguments& a, int64_t queries) {
   const bool rounded = !Spec::tangent && a.element == BF16;
-  constexpr bool high = Spec::tangent || 5 * Plan::lowest_split_rows >= 4 * FLASHGEN_FEWEST_ROWS;
+  [[maybe_unused]] constexpr bool high =
+      Spec::tangent || 5 * Plan::lowest_split_rows >= 4 * FLASHGEN_FEWEST_ROWS;
   if (rounded && are_few(a, queries)) return VECTORS;
 #if FLASHGEN_MATRIX_PRODUCTS
   if (fg::has_matrix_registers()) return rounded ? BFLOAT16 : high && queries >= FLASHGEN_FEWEST_ROWS ? PARTS : VECTORS;

@@ -3,17 +3,7 @@
 // A generated source includes this first, then prints `struct Arguments`, `struct Plan` (tiles) and `struct Spec`,
 // which derives from AnySpec and hides what the spec says otherwise; then it includes the passes.
 #pragma once
-#include <array>
-#include <cstdint>
-#include <type_traits>
-#include "flashgen/cpu/flush.h"
-#include "flashgen/cpu/philox.h"
-#include "flashgen/cpu/vector.h"
-#include "flashgen/cpu/convert.h"
-#include "flashgen/cpu/vector_math.h"
-#include "flashgen/cpu/captured.h"
-#include "flashgen/cpu/tile_product.h"
-#include "flashgen/cpu/few_rows.h"
+#include "flashgen/cpu/preamble.h"
 #include "flashgen/cpu/images.h"
 #include "flashgen/cpu/matrix_product.h"
 

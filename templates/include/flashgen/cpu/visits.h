@@ -1,6 +1,5 @@
 // Which key tiles a query tile visits, and what is computed once for a tile's diagonals.
 #pragma once
-#include <algorithm>
 #include "flashgen/cpu/rows.h"
 
 namespace {
