@@ -286,13 +286,13 @@ template <class Spec, class KindOfProducts> struct BackwardTile {
             d_t_weight = reaches(d_t_weight, delta);
             const fg::VecF of_weight =
                 Spec::tangent_backward(p, d_weight, delta, inverse, moved, epsilon, t_p, d_t_weight);
-            d_weight = fg::select(kept, of_weight, 0.0f), d_t_score = fg::select(kept, d_t_weight * slope, 0.0f);
+            d_weight = fg::select(kept, of_weight, 0.0f), d_t_score = fg::select(kept, through(d_t_weight, slope), 0.0f);
             const fg::VecF of_slope = Spec::weight_tangent_by_score(a, u, x, r, c, d, safe, t_e);
-            d_score = fg::select(kept, d_weight * slope + through(d_t_weight, of_slope), 0.0f);
+            d_score = fg::select(kept, through(d_weight, slope) + through(d_t_weight, of_slope), 0.0f);
           } else {
             if constexpr (Spec::divided) d_weight = fg::select(one_key, 0.0f, d_weight);
             d_weight = reaches(d_weight, row_delta);
-            d_score = fg::select(kept, d_weight * slope, 0.0f);
+            d_score = fg::select(kept, through(d_weight, slope), 0.0f);
           }
         }
         if constexpr (Spec::sqdist) {
