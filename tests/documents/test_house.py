@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import ROOT
 
 BUDGET = {
-    "lines of the package": 57_138,
+    "lines of the package": 57_118,
     "lines of templates": 24_661,
     "Jinja statements": 1_455,
     "lines of generated packages": 14_213,
