@@ -60,10 +60,12 @@ class _Factor:
 
     value: Expr
     chosen: _Chosen = _Chosen.NEVER
+    infinite: bool = False  # it has an infinity of the text, beside which a saturated derivative is 0
 
     def plus(self, other: _Factor) -> _Factor:
         chosen = self.chosen is not _Chosen.NEVER or other.chosen is not _Chosen.NEVER
-        return _Factor(_sum(self.value, other.value), _Chosen.DEEPER if chosen else _Chosen.NEVER)
+        infinite = self.infinite or other.infinite
+        return _Factor(_sum(self.value, other.value), _Chosen.DEEPER if chosen else _Chosen.NEVER, infinite)
 
 
 @dataclass(frozen=True)
@@ -130,12 +132,17 @@ def _times(partial: Expr, factor: _Factor, *, from_above: bool = False) -> _Fact
     chosen = factor.chosen
     if isinstance(partial, Apply) and partial.op == "where":
         chosen = max(chosen, _Chosen.ON_TOP) if _has_zero(partial) and _is_flat(partial) else _Chosen.DEEPER
-    return _Factor(_guarded(product, partial, factor), chosen)
+    if factor.infinite:
+        product = _where(_logic("eq", partial, _ZERO), _ZERO, product)
+    return _Factor(_guarded(product, partial, factor), chosen, factor.infinite or _has_infinity(partial))
 
 
 def _guarded(product: Expr, partial: Expr, factor: _Factor) -> Expr:
-    """The product, evaluated only where the factor is not 0, unless ``_product`` did that already."""
-    if factor.chosen is not _Chosen.DEEPER or _has_literals_only(partial):
+    """The product, evaluated only where the factor is not 0, unless ``_product`` did that already.
+
+    Also where ``partial`` has an infinity, beside which a saturated factor is 0.
+    """
+    if _has_literals_only(partial) or not (factor.chosen is _Chosen.DEEPER or _has_infinity(partial)):
         return product
     return _where(_logic("eq", factor.value, _ZERO), _ZERO, product)
 
@@ -148,6 +155,10 @@ def _has_literals_only(partial: Expr) -> bool:
         case Apply(op="where", args=(_, x, y)):
             return _has_literals_only(x) and _has_literals_only(y)
     return False
+
+
+def _has_infinity(partial: Expr) -> bool:
+    return any(isinstance(each, Literal) and math.isinf(each.value) for each in walk(partial))
 
 
 def _is_flat(partial: Expr) -> bool:

@@ -28,9 +28,8 @@ def attend_whole(engine: Engine, tensors: Sequence[Any], rest: Rest) -> tuple[Te
 
 def as_declared(signature: Signature, tensors: Sequence[Any]) -> Tensors:
     """The operator's tensors, with captured values rounded to the types that the spec declares."""
-    first = 3
     found = list(with_memory(tensors))
-    for n, dtype in enumerate(signature.dtypes, first):
+    for n, dtype in enumerate(signature.dtypes, start=3):
         if found[n] is not None and dtype.is_floating_point and dtype.itemsize < found[n].dtype.itemsize == 4:
             found[n] = found[n].to(dtype)
     return tuple(found)

@@ -64,7 +64,15 @@ def paired_times(
     """
 
     def seconds(candidate: Callable[[], object], calls: int) -> float:
-        return _seconds(candidate, calls, wait)
+        """Of a call, over some calls in a row."""
+        if wait is not None:
+            wait()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            candidate()
+        if wait is not None:
+            wait()
+        return (time.perf_counter() - begin) / calls
 
     names = list(candidates)
     calls = {}
@@ -93,18 +101,6 @@ def paired_times(
         )
         for name in names
     )
-
-
-def _seconds(candidate: Callable[[], object], calls: int, wait: Callable[[], object] | None) -> float:
-    """Seconds a call, over some calls in a row."""
-    if wait is not None:
-        wait()
-    begin = time.perf_counter()
-    for _ in range(calls):
-        candidate()
-    if wait is not None:
-        wait()
-    return (time.perf_counter() - begin) / calls
 
 
 def spread(values: Sequence[float]) -> Spread:

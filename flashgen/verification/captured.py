@@ -130,13 +130,8 @@ class _Drawing:
             kept = _runs(extents, generator)
         else:
             return None
-        return kept ^ self._hides(loads)
-
-    def _hides(self, loads: tuple[Load, ...]) -> bool:
-        """Whether the mask drops a pair where the tensor is true, as with padding."""
-        return simplify(substitute(_keep(self.spec), {each: literal(value=True) for each in loads})) == literal(
-            value=False
-        )
+        where_true = simplify(substitute(_keep(self.spec), {each: literal(value=True) for each in loads}))
+        return kept ^ (where_true == literal(value=False))  # as with padding, which the mask drops where it is true
 
     def _selected(self, select: Select, extents: tuple[int, ...], generator: torch.Generator) -> Tensor:
         """Lists such as a model learns: the first block, blocks near the query, and some that neighbours share."""
@@ -183,7 +178,7 @@ class _Drawing:
         if bound is None:
             return documents.view(extents)
         ends = cuts.gather(1, documents)
-        if _is_upper(bound, tensor.name):
+        if _reads(bound.args[1], tensor.name) == (bound.op in ("lt", "le")):  # the tensor's value is the larger side
             return (ends if bound.op in ("lt", "gt") else ends - 1).view(extents)
         starts = torch.cat([torch.zeros_like(cuts[:, :1]), cuts[:, :-1]], 1).gather(1, documents)
         return (starts if bound.op in ("le", "ge") else starts - 1).view(extents)
@@ -257,11 +252,6 @@ def _bounds(spec: AttentionSpec, name: str) -> tuple[Apply, ...]:
         and node.op not in ("eq", "ne")
         and sum(_reads(side, name) for side in node.args) == 1
     )
-
-
-def _is_upper(bound: Apply, name: str) -> bool:
-    """Whether the tensor's value is the larger side of a comparison."""
-    return _reads(bound.args[1], name) == (bound.op in ("lt", "le"))
 
 
 def _reads(expr: Expr, name: str) -> bool:

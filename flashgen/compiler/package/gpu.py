@@ -16,7 +16,6 @@ from flashgen.ir.types import ElementType
 from flashgen.plan.packed import ManifestGpuSource
 from flashgen.plan.plan import ANY_CALLS, CallKind
 from flashgen.store.cache import Cache
-from flashgen.targets.gpu.packed import plan_of
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS
@@ -69,7 +68,16 @@ def _packaged(folder: Path, manifest: Manifest, written: ManifestGpuSource, usua
         for each in manifest.gpu_kernels
         if each.target == written.target
     )
-    return Packaged(source, plan_of(written, usual), edited, images, resources if images else ())
+    plan = replace(  # without its reasons, which stand in the source
+        usual,
+        sram_bytes=written.sram_bytes,
+        target=written.target,
+        elements=(written.tiles,),
+        reasons=(),
+        rejected=written.rejected,
+        decisions=(),
+    )
+    return Packaged(source, plan, edited, images, resources if images else ())
 
 
 def _runs_on(source: ManifestGpuSource, target: GpuTarget) -> bool:

@@ -207,9 +207,7 @@ def compile_program(
     return Program(name, source, names, library.seconds, _load(library.path), _load(machine.path))
 
 
-@functools.cache
-def _load(path: Path) -> ctypes.CDLL:
-    return load_library(path)
+_load = functools.cache(load_library)
 
 
 _PLACE = re.compile(r"^(.*):(\d+)(?: \(discriminator \d+\))?$")

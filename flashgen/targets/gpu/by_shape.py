@@ -1,6 +1,7 @@
-"""Tiles by length on GPUs: which of a few plans a call takes, by Nq, Nk and the heads of the batch.
+"""Other tiles than the planner's on GPUs: what the model says of them, and which calls take them, by Nq, Nk and heads.
 
-Stage 3, plan. In: a ``Variant``, a ``Gpu``, an element type, a class of shapes. Out: ``Pins``. The planner's tables
+Stage 3, plan. In: a ``Variant``, a ``Gpu``, an element type, a class of shapes. Out: ``RunnerUp``, ``Pins``. Candidates
+are pinned through the schedule, so that each goes through the planner's own checks. The planner's tables
 were ordered by times of long sequences with many heads; there they decide alone. Where queries are few, smaller tiles
 make more blocks of them, and the model of time says how much that is worth. It is off by some 13 %, so that it is
 asked for what shortness changes alone: a tile's time beside the planner's choice at the class's shape, over the same at
@@ -14,19 +15,75 @@ over a cache goes by its rows instead: the query heads and queries of a key/valu
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from flashgen.analysis.variant import Variant
+from flashgen.diagnostics import SpecError
+from flashgen.ir.expr import literal
 from flashgen.ir.shape import Shape
+from flashgen.ir.spec import Schedule
 from flashgen.ir.types import ElementType
-from flashgen.plan.measured import PASSES, PLANNERS_OWN, Pins, ShapeClass, Tile
-from flashgen.targets.gpu.alternatives import gpu_candidates, tile_of
+from flashgen.plan.measured import PASSES, PLANNERS_OWN, Pins, ShapeClass, Tile, counted
+from flashgen.plan.report import MOST, RunnerUp, runner_up
 from flashgen.targets.gpu.cost import pass_time
+from flashgen.targets.gpu.plan import plan_gpu
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.recipes import of_rows
 from flashgen.targets.gpu.tiles import ElementPlan, GpuPlan
+
+GPU_ROWS, GPU_COLUMNS, GPU_WARPS = (64, 128, 192), (32, 64, 96, 128), (4, 8, 12)
+
+
+def gpu_candidates(recipe: Recipe, gpu: Gpu, tiles: ElementPlan, name: str) -> Iterator[ElementPlan]:
+    """Plans for other tiles of a pass, of this element type. What the spec pins stays pinned."""
+    schedule, seen = recipe.variant.spec.schedule, {tiles.passes[name]}
+    for Br, Bc, warps in itertools.product(GPU_ROWS, GPU_COLUMNS, GPU_WARPS):
+        if name == "forward":
+            pinned = replace(schedule, Br=schedule.Br or Br, Bc=schedule.Bc or Bc, warps=schedule.warps or warps)
+        else:
+            pinned = replace(
+                schedule,
+                backward_Br=schedule.backward_Br or Br,
+                backward_Bc=schedule.backward_Bc or Bc,
+                backward_warps=schedule.backward_warps or warps,
+            )
+        found = pinned_plan(recipe, gpu, tiles.element, pinned)
+        if found is not None and found.passes[name] not in seen:
+            seen.add(found.passes[name])
+            yield found
+
+
+def pinned_plan(recipe: Recipe, gpu: Gpu, element: ElementType, schedule: Schedule) -> ElementPlan | None:
+    """The plan of this element type under another schedule, None where that cannot work."""
+    spec = replace(recipe.variant.spec, schedule=schedule, dtypes=(element,))
+    try:
+        return plan_gpu(recipe.of(spec=spec), gpu.target, gpu.target.recipes).own
+    except SpecError:
+        return None
+
+
+def gpu_runners_up(recipe: Recipe, tiles: ElementPlan, gpu: Gpu, shape: Shape, name: str) -> tuple[RunnerUp, ...]:
+    """The best other tiles by the model, which may prefer some that come later in the planner's order."""
+    chosen = pass_time(recipe, tiles, gpu, shape, name)
+    dense = recipe.of(keep=literal(True))  # a mask's tiles take time to count
+    candidates = gpu_candidates(recipe, gpu, tiles, name)
+    others = sorted(candidates, key=lambda other: pass_time(dense, other, gpu, shape, name).seconds)
+    found = []
+    for other in others[:MOST]:
+        tile = other.passes[name]
+        what = f"{tile.multipliers}, {counted(tile.stages, 'stage')}, {tile.sram_bytes / 1024:.0f} KiB"
+        found.append(runner_up(tile, what, pass_time(recipe, other, gpu, shape, name), chosen))
+    return tuple(sorted(found, key=lambda each: each.seconds))
+
+
+def tile_of(plan: ElementPlan, name: str) -> Tile:
+    """What a schedule would have to pin for this tile of a pass."""
+    tiles = plan.passes[name]
+    return Tile(tiles.Br, tiles.Bc, tiles.warps, tiles.stages)
+
 
 MARGIN = 1.05  # over the planner's choice, by the model: half of what it is off by
 LOOKING = 1.1  # times as long as the model says takes a tile that looks for maxima where the planner's need not

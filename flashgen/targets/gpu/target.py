@@ -11,16 +11,17 @@ from flashgen.diagnostics import Diagnostic
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.ir.spec import Schedule
 from flashgen.plan.measured import PLANNERS_OWN, Pins
-from flashgen.plan.packed import Packed
+from flashgen.plan.packed import Image, ManifestBinary, ManifestGpuKernel, ManifestGpuSource, Packed
 from flashgen.plan.plan import ANY_CALLS, WHOLE, CallKind, Part, Spill
 from flashgen.targets.gpu import limits
 from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.compile import GpuBinary, compile_calls, spills_of
-from flashgen.targets.gpu.packed import packed
 from flashgen.targets.gpu.plan import plan_gpu
 from flashgen.targets.gpu.recipe import decide
 from flashgen.targets.gpu.recipes import Recipes
+from flashgen.targets.gpu.started import started
 from flashgen.targets.gpu.tiles import GpuPlan
+from flashgen.toolchains.nvrtc import compiler_name
 
 
 @dataclass(frozen=True)
@@ -72,4 +73,42 @@ class GpuTarget(Architecture):
         part: Part,
         binary: GpuBinary | None,
     ) -> Packed:
-        return packed(source, plan, part, binary)
+        assert part.pass_name is not None, "a source has one pass"
+        described = ManifestGpuSource(
+            file=source.file_name,
+            target=source.target,
+            symbol=source.symbol,
+            head_dim=str(source.head_dim),
+            pass_name=part.pass_name,
+            sram_bytes=plan.sram_bytes,
+            tiles=plan.own,
+            rejected=plan.rejected,
+        )
+        if binary is None:
+            return Packed(described=described)
+        launches = started(plan, (part.pass_name,))
+        kernels = tuple(
+            ManifestGpuKernel(
+                each.name,
+                source.target,
+                each.registers,
+                each.shared_bytes + launches[each.name].shared_bytes,
+                each.spill_bytes,
+                each.stack_bytes,
+                launches[each.name].threads,
+            )
+            for each in binary.kernels
+        )
+        binaries = tuple(
+            Image(
+                ManifestBinary(
+                    file=f"{source.name}{'_deterministic' if calls.repeatable else ''}.cubin",
+                    source=source.file_name,
+                    compiler=compiler_name(),
+                    deterministic=calls.repeatable,
+                ),
+                each.path.read_bytes(),
+            )
+            for calls, each in binary.parts.items()
+        )
+        return Packed(described=described, binaries=binaries, kernels=kernels)

@@ -75,7 +75,9 @@ def forward(recipe: Recipe, element: ElementType, on: Architecture) -> Considere
         rows = [row for row in rows if not row.producers]
     if not _weighs_in_turns(recipe):
         rows = [row for row in rows if not row.ping_pong]
-    if not _shares_copies(variant):
+    # In ragged batches a block asks for the next tile of some sequence by itself. Elsewhere a cluster gains by shared
+    # copies where each of its blocks visits what rows of the other keep, too.
+    if variant.kind.ragged or not keeps_as_far_as(variant, rules.CLUSTERS.limit):
         rows = [row for row in rows if row.cluster == 1]
     return others.after(_with_staged_pairs(rows) if recipe.prefetch is not None else rows, whys)
 
@@ -333,18 +335,14 @@ def _overlapping(recipe: Recipe, element: ElementType, row: Producers, on: Archi
     registers none are left.
     """
     variant = recipe.variant
-    if variant.kind.ragged or variant.uses_sqdist or _read_by_pairs(recipe.computed):
+    read_by_pairs = any(level_of(each) is Level.PAIR for each in loads_of_pairs(recipe.computed))
+    if variant.kind.ragged or variant.uses_sqdist or read_by_pairs:
         return row
     two = replace(row, overlaps_next=True, q_places=2)
     if forward_layout(recipe, element, two).bytes <= on.block_bytes:
         return two
     # Q has one place: in short rows the next tile would wait for it.
     return replace(two, q_places=1) if has_whole_rows(variant) else row
-
-
-def _read_by_pairs(computed: Variant) -> bool:
-    """Whether each pair reads a captured value for its score, or to know whether it is kept."""
-    return any(level_of(each) is Level.PAIR for each in loads_of_pairs(computed))
 
 
 def _order_of_queries(*, copies: bool, early: Rule | None) -> tuple[Decision, ...]:
@@ -406,11 +404,3 @@ def _divides_last_keys(recipe: Recipe) -> bool:
 def has_small_blocks(variant: Variant) -> bool:
     """Whether the mask is drawn in blocks of fewer positions than a wide tile has."""
     return any(size < rules.SMALL_BLOCKS.limit for axis in (ROW, COLUMN) for size in block_sizes(variant.keep, axis))
-
-
-def _shares_copies(variant: Variant) -> bool:
-    """Whether the blocks of a cluster may share copies, and gain by it: each visits what rows of the other keep, too.
-
-    In ragged batches a block asks for the next tile of some sequence by itself.
-    """
-    return not variant.kind.ragged and keeps_as_far_as(variant, rules.CLUSTERS.limit)

@@ -1,13 +1,13 @@
-"""``WgmmaTarget``: an architecture of this family, and which there are."""
+"""``WgmmaTarget``: an architecture of this family."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from flashgen.analysis.variant import Variant
-from flashgen.targets.gpu.architecture import KIB
 from flashgen.targets.gpu.target import GpuTarget
+from flashgen.targets.wgmma.limits import ARCHITECTURES
 from flashgen.targets.wgmma.recipes import RECIPES, takes_f8
 
 
@@ -23,5 +23,5 @@ class WgmmaTarget(GpuTarget):
 
 
 def targets() -> Mapping[str, WgmmaTarget]:
-    """Those that there are, by name, with the shared memory that a block and a multiprocessor may use."""
-    return {"sm_90a": WgmmaTarget("sm_90a", 90, 227 * KIB, 228 * KIB)}
+    """Those that there are, by name."""
+    return {each.name: WgmmaTarget(**asdict(each)) for each in ARCHITECTURES}
