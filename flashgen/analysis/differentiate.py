@@ -13,7 +13,7 @@ anew for each: there it goes down, from the root, and meets what came up.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import reduce
@@ -73,19 +73,24 @@ class _Below:
     """Tables of the nodes that depend on variables, children first.
 
     ``variable``: the variable below a node, None where there are several. ``derivative``: by that variable.
-    ``partials``: (place, ∂node/∂argument) of the arguments that depend on variables.
+    ``partials``: (place, ∂node/∂argument) of the arguments that depend on variables. ``infinite``: the nodes over an
+    infinity of the text.
     """
 
     variable: Mapping[Expr, Expr | None]
     derivative: Mapping[Expr, _Factor]
     partials: Mapping[Expr, Sequence[tuple[int, Expr]]]
+    infinite: Container[Expr]
 
 
 def _below(expr: Expr, variables: Mapping[Expr, object]) -> _Below:
     """The chain rule from the leaves: ∂f(a₀, a₁, …) = Σ ∂f/∂aₖ · ∂aₖ, over the arguments that depend on a variable."""
     found, derivative_of = dict[Expr, Expr | None](), dict[Expr, _Factor]()
     partials: dict[Expr, list[tuple[int, Expr]]] = {}
+    infinite = set[Expr]()
     for node in walk(expr):
+        if (isinstance(node, Literal) and math.isinf(node.value)) or any(each in infinite for each in node.children):
+            infinite.add(node)
         if node in variables:
             found[node], derivative_of[node] = node, _Factor(_ONE)
             continue
@@ -96,9 +101,9 @@ def _below(expr: Expr, variables: Mapping[Expr, object]) -> _Below:
         under = {found[node.children[k]] for k, _ in own}
         found[node] = under.pop() if len(under) == 1 else None
         if found[node] is not None:
-            terms = [_times(partial, derivative_of[node.children[k]]) for k, partial in own]
+            terms = [_times(partial, derivative_of[node.children[k]], node in infinite) for k, partial in own]
             derivative_of[node] = reduce(_Factor.plus, terms)
-    return _Below(found, derivative_of, partials)
+    return _Below(found, derivative_of, partials, infinite)
 
 
 def _partials(node: Expr) -> Iterator[tuple[int, Expr]]:
@@ -117,16 +122,17 @@ def _from_above(root: Expr, below: _Below) -> Iterator[tuple[Expr, Expr]]:
             continue
         for k, partial in below.partials[node]:
             arg = node.children[k]
-            factor = _times(partial, above[node], from_above=True)
+            factor = _times(partial, above[node], node in below.infinite, from_above=True)
             variable = below.variable[arg]
             if variable is not None:
                 under = below.derivative[arg]
-                yield variable, _guarded(_times(under.value, factor, from_above=True).value, factor.value, under)
+                product = _times(under.value, factor, under.infinite, from_above=True)
+                yield variable, _guarded(product.value, factor.value, under)
             else:
                 above[arg] = above[arg].plus(factor) if arg in above else factor
 
 
-def _times(partial: Expr, factor: _Factor, *, from_above: bool = False) -> _Factor:
+def _times(partial: Expr, factor: _Factor, over_infinity: bool, *, from_above: bool = False) -> _Factor:
     """partial · factor, which is 0 where a branch not taken makes the factor 0, even if partial is infinite."""
     product = _product(partial, factor.value, from_above=from_above)
     chosen = factor.chosen
@@ -134,15 +140,16 @@ def _times(partial: Expr, factor: _Factor, *, from_above: bool = False) -> _Fact
         chosen = max(chosen, _Chosen.ON_TOP) if _has_zero(partial) and _is_flat(partial) else _Chosen.DEEPER
     if factor.infinite:
         product = _where(_logic("eq", partial, _ZERO), _ZERO, product)
-    return _Factor(_guarded(product, partial, factor), chosen, factor.infinite or _has_infinity(partial))
+    infinite = over_infinity and not _has_literals_only(partial)
+    return _Factor(_guarded(product, partial, factor, infinite), chosen, factor.infinite or infinite)
 
 
-def _guarded(product: Expr, partial: Expr, factor: _Factor) -> Expr:
+def _guarded(product: Expr, partial: Expr, factor: _Factor, infinite: bool = False) -> Expr:
     """The product, evaluated only where the factor is not 0, unless ``_product`` did that already.
 
-    Also where ``partial`` has an infinity, beside which a saturated factor is 0.
+    Also where ``partial`` may be ``infinite``, beside which a saturated factor is 0.
     """
-    if _has_literals_only(partial) or not (factor.chosen is _Chosen.DEEPER or _has_infinity(partial)):
+    if _has_literals_only(partial) or not (factor.chosen is _Chosen.DEEPER or infinite):
         return product
     return _where(_logic("eq", factor.value, _ZERO), _ZERO, product)
 
@@ -155,10 +162,6 @@ def _has_literals_only(partial: Expr) -> bool:
         case Apply(op="where", args=(_, x, y)):
             return _has_literals_only(x) and _has_literals_only(y)
     return False
-
-
-def _has_infinity(partial: Expr) -> bool:
-    return any(isinstance(each, Literal) and math.isinf(each.value) for each in walk(partial))
 
 
 def _is_flat(partial: Expr) -> bool:

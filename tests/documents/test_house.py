@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import ROOT
 
 BUDGET = {
-    "lines of the package": 57_204,
+    "lines of the package": 57_207,
     "lines of templates": 24_651,
     "Jinja statements": 1_455,
     "lines of generated packages": 6_272,
