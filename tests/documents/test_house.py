@@ -17,10 +17,10 @@ import pytest
 from tests.conftest import ROOT
 
 BUDGET = {
-    "lines of the package": 57_696,
-    "lines of templates": 24_661,
-    "Jinja statements": 1_455,
-    "lines of generated packages": 14_213,
+    "lines of the package": 57_688,
+    "lines of templates": 24_746,
+    "Jinja statements": 1_435,
+    "lines of generated packages": 14_046,
     "calls of decide": 1,
     "modules at the top level": 3,
     "lines of the longest module": 450,
