@@ -363,10 +363,22 @@ struct Spec : fg::AnySpec {
   using Row = ::Row;
   using Column = ::Column;
   static constexpr int D = 64, DV = 64, DP = 64, DVP = 64, lag = 8, headroom = 0, cache_of_groups = 25165824,
-      words_of_notes = 8;
+      words_of_notes = 8, columns_seen = 0, degree = 1;
   static constexpr bool exponential = true, normalised = true, distance = true, split_score = true, keys_of_row = true,
       queries_of_column = true, in_groups = true, one_pass = true, row_state = true, captured = true,
       weighs_first = true;
+  // Exponents are in base 2: what scores, or products, are multiplied by for them; maxima, and in base e; the product
+  // of a hidden pair.
+  FG_DEVICE static float factor([[maybe_unused]] const Launch& u) { return 1.44269504f; }
+  FG_DEVICE static float factor_of_top([[maybe_unused]] const Launch& u) { return 1.44269504f; }
+  FG_DEVICE static float natural_of_top([[maybe_unused]] const Launch& u) { return 1.0f; }
+  FG_DEVICE static float hidden([[maybe_unused]] const Launch& u) { return -INFINITY; }
+  FG_DEVICE static float sign([[maybe_unused]] const Launch& u) { return 1.0f; }
+  static constexpr float lag_of_top = 5.54517744f;
+  // A weight's part of its row's total, the denominator by the total, and what a weight's tangent adds to that of lse.
+  FG_DEVICE static float term(float weight) { return weight; }
+  FG_DEVICE static float denominator(float total) { return total; }
+  FG_DEVICE static float share([[maybe_unused]] float weight, float tangent) { return tangent; }
 };
 
 #include "flashgen/persistent.cuh"
@@ -453,35 +465,49 @@ struct ForwardMaps {
   fg::TensorMap q, k, v;
 };
 
+#include "flashgen/forward/exponentials.cuh"
+
 namespace forward {
 
-template <class T> struct Block {
-  using P = ForwardPlan<T>;
-  static constexpr int BR = P::BR / P::cluster, BC = P::BC, stages = P::stages;
-  static constexpr int m_tiles = BR / (16 * P::warps), s_tiles = BC / 8, o_tiles = DVP / 8;
-  static_assert(BR % (16 * P::warps) == 0 && BC % 16 == 0, "a warp has whole fragments");
-  static_assert(!P::warpgroups || (m_tiles == 1 && P::warps % 4 == 0 && stages == 2), "a warpgroup has 64 rows");
+// What a block is made for.
+template <class T_, int blocks_ = 1> struct Kernel {
+  using Spec = ::Spec;
+  using T = T_;
+  using Plan = ForwardPlan<T>;
+  using Memory = ForwardMemory<T>;
+  using Notes = QueryNotes<(Plan::producers > 0)>;
+  using Call = ::Arguments;
+  using OwnArguments = const Arguments&;
+  using Maps = ForwardMaps;
+  using Stored = T;
+  using E = T;
+  using KTile = fg::SharedTile<T, Plan::BC, DP>;
+  using VTile = fg::SharedTile<T, Plan::BC, DVP>;
+  static constexpr bool in_bounds = true, dropped = false;
+  static constexpr int blocks = blocks_;
+};
+template <class Kernel> using Weighing = fg::forward::Exponentials<fg::forward::State<Kernel>>;
+using fg::forward::NoneAhead, fg::forward::Place, fg::forward::Sum;
 
-  using Team = fg::Team<32 * P::warps, 0>;  // who multiplies
-  static constexpr int threads = Team::threads;
-  static constexpr bool has_producers = P::producers > 0;  // others copy, and find the visits
-  // one thread starts the copies, and all find the visits
-  static constexpr bool self_loading = P::tensor_copies && !has_producers;
-  static constexpr bool overlaps_next = P::overlaps_next;  // from query tile to query tile, where others copy
-  static constexpr int chains = P::warpgroups ? 4 : 1;  // of dependent additions and maxima a row, side by side
-
-  // Shared memory, in bytes from its start. O takes the place of everything at the end, but for where blocks are
-  // persistent.
-  using QTile = fg::SharedTile<T, BR, DP>;
-  using KTile = fg::SharedTile<T, BC, DP>;
-  using VTile = fg::SharedTile<T, BC, DVP>;
-  using OTile = fg::SharedTile<T, BR, DVP>;
-  // Q of the next tile may come while this one is worked on; there may be a list more for those who find the visits.
-  static constexpr int q_places = P::q_places, lists = has_producers ? 2 : 1;
-  static constexpr bool copies = P::tensor_copies;
+template <class Kernel> struct Block : Weighing<Kernel> {
+  using Base = Weighing<Kernel>;
+  using typename Base::P, typename Base::Memory, typename Base::T, typename Base::E, typename Base::QTile,
+      typename Base::KTile, typename Base::VTile, typename Base::OTile, typename Base::PTile, typename Base::Team,
+      typename Base::Notes;
+  using Base::BR, Base::BC, Base::stages, Base::split, Base::unit, Base::m_tiles, Base::s_tiles, Base::o_tiles,
+      Base::threads, Base::blocks, Base::dropped;
+  using Base::has_producers, Base::self_loading, Base::overlaps_next, Base::q_places, Base::lists, Base::copies,
+      Base::norm_places, Base::chains, Base::scaled;
+  using Base::call, Base::a, Base::maps, Base::u, Base::x, Base::memory, Base::kv_len, Base::warp_row, Base::part,
+      Base::parts_before, Base::q_place, Base::visits;
+  using Base::rows, Base::q_rows, Base::o, Base::row_max, Base::row_sum, Base::row_moving, Base::row_scale,
+      Base::next_seen, Base::SEEN;
+  using Base::note, Base::place, Base::row_count, Base::share, Base::tiles, Base::q_tile, Base::k_tile, Base::v_tile,
+      Base::norms, Base::columns, Base::rescale, Base::close_rows;
+  using Base::Base;
+  using Base::exponentials, Base::is_far, Base::counts_on, Base::weigh_by_maxima;
   using Signals = fg::Signals<stages>;
   using QSignals = fg::Signals<overlaps_next ? q_places : 1>;
-  using Memory = ForwardMemory<T>;
   static_assert(Memory::Q_bytes == q_places * QTile::bytes, "Q: what the plan counts");
   static_assert(Memory::K_bytes == stages * KTile::bytes, "K: what the plan counts");
   static_assert(Memory::V_bytes == stages * VTile::bytes, "V: what the plan counts");
@@ -490,49 +516,17 @@ template <class T> struct Block {
   static_assert(Memory::SIGNALS_bytes == copies * Signals::bytes, "signals: what the plan counts");
   static_assert(Memory::Q_SIGNALS_bytes == copies * QSignals::bytes, "signals: what the plan counts");
 
-  using Notes = QueryNotes<has_producers>;
-  const Arguments& a;
-  const ForwardMaps* maps;
-  Launch u;
-  Head x;
-  char* memory;
-  int kv_len, warp_row;  // this warp's first query, in the tile
-  Visits<Notes> visits;
-  static constexpr int parts_before = 0;  // the present list, where producer warps bring them
   int next_work_tile;  // of a query tile, in the thread that has taken it
 
-  Row rows[2 * m_tiles];                                                                 // this lane's
-  fg::LeftRows<T, m_tiles, P::q_in_registers ? DP : fg::Element<T>::depth> q_rows;  // where they fit
-  fg::Accumulators<m_tiles, o_tiles> o;
-  float row_max[2 * m_tiles];  // of the scores, as of the last rescaling
-  float row_sum[2 * m_tiles];  // of this lane's columns
-  FG_DEVICE Block(const Arguments& arguments, const ForwardMaps* tensor_maps = nullptr)
-      : a(arguments), maps(tensor_maps), u(make_launch(arguments)), memory(fg::shared_memory()) {
-    visits.list = reinterpret_cast<VisitList*>(memory + Memory::LIST);
-    warp_row = fg::warp_index() * 16 * m_tiles, kv_len = int(a.kv_len);
-    if (P::tensor_copies && threadIdx.x == 0)
-      fg::prefetch_map(maps->q), fg::prefetch_map(maps->k), fg::prefetch_map(maps->v);
-  }
-
-  FG_DEVICE int tiles() const { return (fg::again(int(a.kv_len)) + BC - 1) / BC; }
-  FG_DEVICE QTile q_tile() const { return {reinterpret_cast<T*>(memory)}; }
-  FG_DEVICE KTile k_tile(int n) const {
-    return {reinterpret_cast<T*>(memory + Memory::K + fg::stage_of<stages>(n) * KTile::bytes)};
-  }
-  FG_DEVICE VTile v_tile(int n) const {
-    return {reinterpret_cast<T*>(memory + Memory::V + fg::stage_of<stages>(n) * VTile::bytes)};
-  }
+  FG_DEVICE void enter(const Place& place) { x = head_at(place); }
+  FG_DEVICE void note(const Place& place, const Head& head) const { note(visits.notes(), place, head); }
 
   // A query tile, by its number. The last ones of a head come first: under a causal mask they are the longest.
-  struct Place {
-    int head, row0;  // counted through the batch; its first query
-  };
   FG_DEVICE Place locate(unsigned number) const {
     const unsigned tiles = (unsigned(a.q_len) + P::BR - 1) / P::BR;
     const unsigned head = number / tiles;
     return {int(head), int(tiles - 1 - (number - head * tiles)) * P::BR};
   }
-  FG_DEVICE int row_count(const Place& place) const { return fg::min(BR, int(a.q_len) - place.row0); }
 
   // What hooks know of the head, and of where the tile lies.
   FG_DEVICE Head head_at(const Place& place) const {
@@ -545,31 +539,13 @@ template <class T> struct Block {
     return {a, u, head, place.head, {place.row0, row_count(place)}};
   }
 
-  // The present one, once the team has met: from shared memory, where it costs no registers and no division.
-  FG_DEVICE Place place() const { return {visits.noted(&Notes::head), visits.noted(&Notes::row0)}; }
-  FG_DEVICE void enter(const Place& place) { x = head_at(place); }
-  // By one thread: what the others read of it.
-  FG_DEVICE void note(const Place& place, const Head& head) const { note(visits.notes(), place, head); }
-  FG_DEVICE void note(QueryPlace* noted, const Place& place, const Head& head) const {
-    const int b = head.b - int(a.b_start), h = head.h - int(a.h_start),
-        hkv = unsigned(h) / (unsigned(a.heads) / unsigned(a.kv_heads));
-    if constexpr (P::tensor_copies) {  // slabs in the place of elements
-      fg::shared_store(&noted->k, fg::slab_of(maps->k, b, hkv));
-      fg::shared_store(&noted->v, fg::slab_of(maps->v, b, hkv));
-    } else {
-      fg::shared_store(&noted->k, first_of_k(a, b, hkv));
-      fg::shared_store(&noted->v, first_of_v(a, b, hkv));
-    }
-    fg::shared_store(&noted->head, place.head);
-    fg::shared_store(&noted->row0, place.row0);
-  }
-
   // ---- prologue ----
 
   FG_DEVICE void run() {
-    if constexpr (self_loading) return run_self_loading();
+    if constexpr (has_producers) return this->run_with_producers();
+    if constexpr (self_loading) return this->run_self_loading();
     const Place place = locate(block_number(a));
-    enter(place);
+    if constexpr (!Spec::cached) enter(place);
     if (threadIdx.x == 0) note(place, x);
     load_q(place);
     begin(place);
@@ -584,7 +560,8 @@ template <class T> struct Block {
     }
     fg::copy_async_wait<0>();
     const Place here = this->place();  // before O may take its room
-    Team::barrier();
+    if constexpr (!Spec::cached) Team::barrier();
+    if constexpr (Spec::f8_cached) this->to_sums(factor_of(a, a.v_factors, here.head));
     finish(here);
   }
   FG_DEVICE void load_q(const Place& place) {
@@ -596,6 +573,7 @@ template <class T> struct Block {
   // No key is seen yet.
   FG_DEVICE void begin(const Place& place) {
     fg::clear(o);
+    if constexpr (Spec::tangent) fg::clear(this->t_o);
     begin_rows(place);
   }
   FG_DEVICE void begin_rows(const Place& place) {
@@ -604,8 +582,13 @@ template <class T> struct Block {
     for (int r = 0; r < 2 * m_tiles; ++r) {
       const int row = first + 16 * (r / 2) + 8 * (r % 2);
       rows[r] = make_row(a, u, x, int(a.q_start) + place.row0 + fg::min(row, row_count(place) - 1));
+      if constexpr (Spec::norms) rows[r].qq = 0.0f;  // of rows that visit nothing
       row_max[r] = -INFINITY;
+      if constexpr (Spec::f8) this->begin_row(r);
+      if constexpr (Spec::tangent) this->t_base[r] = 0.0f;
       row_sum[r] = 0.0f;
+      if constexpr (Spec::tangent) this->t_sum[r] = 0.0f;
+      if constexpr (Spec::scaled_weights) row_scale[r] = 0.0f;
     }
   }
 
@@ -660,9 +643,10 @@ template <class T> struct Block {
     fg::clear(s);
     if constexpr (P::q_in_registers) fg::product(s, q_rows, k_tile(n), 0);
     else fg::product(s, q_tile(), warp_row, k_tile(n), 0);
+    if constexpr (Spec::f8_cached) this->to_dots(s);
 
     float shrink[2 * m_tiles];
-    if (scores<masked>(s, n, shrink)) rescale(shrink);
+    if (this->template scores<masked>(s, n, shrink)) rescale(shrink);
     exponentials(s);
 
     fg::copy_async_wait<2 * (stages - 1)>();
@@ -670,134 +654,6 @@ template <class T> struct Block {
     load_k(n + stages);
     // O += P V
     fg::product_across(o, s, v_tile(n), 0);
-  }
-
-  // Key `column`, counted from the first; past the last key it repeats that one, so that no hook leaves its tensors.
-  template <bool masked> FG_DEVICE Column make([[maybe_unused]] int n, int column0, int t, int e) const {
-    const int column = column0 + 8 * t + fg::fragment_column(e),
-        j = int(a.kv_start) + (masked ? fg::min(column, kv_len - 1) : column);
-    Column c = make_column(a, u, x, j);
-    // one conversion for the whole tile
-    c.near = fg::to_float(int(a.kv_start) + column0 + fg::fragment_column(0) - x.origin), c.step = float(8 * t + e);
-    return c;
-  }
-
-  // Products to scores (-inf where a pair is not kept), and the maxima of rows. O and the sums shrink only
-  // where a maximum has grown by more than 2^8 since the last time: until then weights stay below 2^8. Whether, and by
-  // what.
-  template <bool masked>
-  FG_DEVICE bool scores(fg::Accumulators<m_tiles, s_tiles>& s, int n, float (&shrink)[2 * m_tiles]) {
-    const int column0 = visits.tile(n) * BC;
-#pragma unroll
-    for (int t = 0; t < s_tiles; ++t)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        Column c = make<masked>(n, column0, t, e);
-#pragma unroll
-        for (int r = 0; r < 2 * m_tiles; ++r) {
-          [[maybe_unused]] float& value = s.at[r / 2][t][r % 2 * 2 + e];
-          value = score(a, u, x, rows[r], c, value);
-        }
-      }
-    if constexpr (masked) hide(s, column0);
-    float tops[2 * m_tiles][chains];
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-#pragma unroll
-      for (int n = 0; n < chains; ++n) tops[r][n] = -INFINITY;
-#pragma unroll
-      for (int n = 0; n < 2 * s_tiles; ++n) {
-        float& top = tops[r][n % chains];
-        top = fg::running_max(top, s.at[r / 2][n / 2][r % 2 * 2 + n % 2]);
-      }
-    }
-    float top[2 * m_tiles];
-    bool grown = false;
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-#pragma unroll
-      for (int n = chains / 2; n > 0; n /= 2)
-#pragma unroll
-        for (int k = 0; k < n; ++k) tops[r][k] = fg::running_max(tops[r][k], tops[r][k + n]);
-      top[r] = fg::row_max(tops[r][0]);
-      grown = grown || top[r] > row_max[r] + 5.54517744f;
-    }
-    if (fg::ballot(grown) == 0) return false;
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-      top[r] = fg::running_max(row_max[r], top[r]);
-      shrink[r] = top[r] == -INFINITY ? 1.0f : fg::exp2_approximate((row_max[r] - top[r]) * 1.44269504f);
-      row_max[r] = top[r];
-      row_sum[r] *= shrink[r];
-    }
-    return true;
-  }
-  // What rows do not keep of a masked tile, and what lies past the last key. By rows, so that a lane's neighbouring
-  // bits are asked together.
-  FG_DEVICE void hide(fg::Accumulators<m_tiles, s_tiles>& s, int column0) const {
-    const int first = column0 + fg::fragment_column(0);
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-      const auto kept = keys_of_row<s_tiles>(a, u, x, rows[r], int(a.kv_start) + first, kv_len - first);
-#pragma unroll
-      for (int t = 0; t < s_tiles; ++t)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          if (!kept.has(t, e)) s.at[r / 2][t][r % 2 * 2 + e] = -INFINITY;
-    }
-  }
-  // What a row's exponents are less: its maximum in base 2. Where that is so large that its rounding would show, and
-  // where nothing is kept so far (exp2(-inf + inf) would be NaN), it is 0, and scores are counted from the maximum
-  // itself.
-  FG_DEVICE static bool is_far(float top) { return !(fg::abs(top * 1.44269504f) <= fg::MOST_OFFSET); }
-  FG_DEVICE static float offset_of(float top) { return is_far(top) ? 0.0f : top * 1.44269504f; }
-  FG_DEVICE void count_from_maxima(fg::Accumulators<m_tiles, s_tiles>& s) const {
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-      const float top = is_far(row_max[r]) && row_max[r] != -INFINITY ? row_max[r] : 0.0f;
-#pragma unroll
-      for (int t = 0; t < s_tiles; ++t)
-#pragma unroll
-        for (int e = r % 2 * 2; e < r % 2 * 2 + 2; ++e) s.at[r / 2][t][e] = __fadd_rn(s.at[r / 2][t][e], -top);
-    }
-  }
-  // Weights of exponents that are `shift` less for each row, and their sums.
-  FG_DEVICE static void exponentials(
-      fg::Accumulators<m_tiles, s_tiles>& s, const float (&shift)[2 * m_tiles], float (&sums)[2 * m_tiles][chains]) {
-#pragma unroll
-    for (int m = 0; m < m_tiles; ++m)
-#pragma unroll
-      for (int t = 0; t < s_tiles; ++t)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& value = s.at[m][t][e];
-          value = fg::exp2_approximate(value * 1.44269504f - shift[2 * m + e / 2]);
-          sums[2 * m + e / 2][(2 * t + e % 2) % chains] += value;
-        }
-  }
-  // P = exp(S - max)
-  FG_DEVICE void exponentials(fg::Accumulators<m_tiles, s_tiles>& s) {
-    float shift[2 * m_tiles], sums[2 * m_tiles][chains] = {};
-    bool far = false;
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-      shift[r] = offset_of(row_max[r]);
-      far = far || is_far(row_max[r]);
-    }
-    if (fg::ballot(far) != 0) count_from_maxima(s);
-    exponentials(s, shift, sums);
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r)
-#pragma unroll
-      for (int n = 0; n < chains; ++n) row_sum[r] += sums[r][n];
-  }
-
-  FG_DEVICE void rescale(const float (&shrink)[2 * m_tiles]) {
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r)
-#pragma unroll
-      for (int t = 0; t < o_tiles; ++t)
-        o.at[r / 2][t][r % 2 * 2] *= shrink[r], o.at[r / 2][t][r % 2 * 2 + 1] *= shrink[r];
   }
 
   // ---- by warpgroups, as FlashAttention-3 ----
@@ -810,12 +666,21 @@ template <class T> struct Block {
   FG_DEVICE static int group() { return fg::warpgroup_index<groups>(); }
 
   FG_DEVICE void multiply_window() {
+    int list = 0;  // without producer warps there is one
+    multiply_window(list);
+  }
+  FG_DEVICE void multiply_window([[maybe_unused]] int& list) {
     await_q();
-    if (visits.count() == 0) return release_q();
+    if (visits.count() == 0) {
+      if constexpr (overlaps_next) this->let_next_start(list);
+      return release_q();
+    }
+    if constexpr (Spec::sqdist && P::tensor_copies) this->take_norms_of_rows();
     if constexpr (!P::tensor_copies) copy_next_part(0);
     Weights p;
-    if (visits.partials() > 0) first<true>(p);
-    else first<false>(p);
+    if (visits.partials() > 0) first<true>(p, list);
+    else first<false>(p, list);
+    if constexpr (P::prefetches_next && self_loading) this->copy_next_list();
     int n = 1;
     multiply_visits(p, n);
     release_q();
@@ -835,34 +700,50 @@ template <class T> struct Block {
     for (; n < visits.count(); ++n) step_by_warpgroups<false>(p, n);
   }
 
-  template <bool masked> FG_DEVICE void first(Weights& p) {
+  template <bool masked> FG_DEVICE void first(Weights& p, [[maybe_unused]] int list) {
     await_part(0);
+    if constexpr (overlaps_next) this->await_start(list);
     fg::Accumulators<1, s_tiles> s;
     fg::begin_products(s);
     fg::start_product(s, q_tile(), 64 * group(), k_tile(0));
     fg::warpgroup_commit();
     if constexpr (self_loading)
       if (visits.count() == 1) fetch_next_work_tile();
+    if constexpr (overlaps_next) this->pass_turn();
+    if constexpr (Base::shows_columns && !has_producers) this->fetch_columns(1);
+    if constexpr (Spec::sqdist) this->take_norms(0);
+    if constexpr (masked && Base::shows_columns && has_producers) this->await_columns(0);
     fg::wait_products<0>(s);
+    if constexpr (Spec::f8)
+      if (this->dot_unit != 1.0f) this->multiply_sums(s, this->dot_unit);
     float shrink[2];  // of what the windows before have left in O
-    if (scores<masked>(s, 0, shrink)) rescale(shrink);
+    if (this->template scores<masked>(s, 0, shrink)) rescale(shrink);
     weigh_tile<masked>(s, 0);
+    if constexpr (overlaps_next && Base::shows_columns) this->release_k(0);
     release_part(0);
+    if constexpr (Base::shows_columns && !has_producers) this->put_columns(1);
+    if constexpr (scaled) this->scale(s);
     fg::round_into(p, s);
   }
 
   template <bool masked> FG_DEVICE void step_by_warpgroups(Weights& p, int n) {
     await_part(n);
+    if constexpr (overlaps_next) this->await_turn();
     fg::Accumulators<1, s_tiles> s;
     fg::begin_products(s, o, p);
     fg::start_product(s, q_tile(), 64 * group(), k_tile(n));
     fg::warpgroup_commit();
     fg::start_product_across(o, p, v_tile(n - 1));
     fg::warpgroup_commit();
-    follow_part(n);
+    if constexpr (overlaps_next) this->pass_turn();
+    if constexpr (P::tensor_copies) this->follow_part(n);
+    if constexpr (Spec::sqdist) this->take_norms(n);
+    if constexpr (masked && Base::shows_columns && has_producers) this->await_columns(n);
     fg::wait_products<1>(s);
+    if constexpr (Spec::f8)
+      if (this->dot_unit != 1.0f) this->multiply_sums(s, this->dot_unit);
     float shrink[2];
-    const bool grown = scores<masked>(s, n, shrink);
+    const bool grown = this->template scores<masked>(s, n, shrink);
     weigh_tile<masked>(s, n);
     if (grown) {  // two waits: with one, the assembler would move it before the exponentials
       fg::wait_products<0>(o, p);
@@ -871,7 +752,10 @@ template <class T> struct Block {
       fg::wait_products<0>(o, p);
     }
     release_part(n);
+    if constexpr (Base::shows_columns && !has_producers) this->put_columns(n + 1);
     fg::round_into(p, s);
+    if constexpr (Spec::f8)
+      if (n % P::tiles_of_sums == 0) this->keep_sums();  // when registers have no scores
   }
 
   // Scores to P.
@@ -903,6 +787,8 @@ template <class T> struct Block {
     if constexpr (P::tensor_copies) q_signals().await(visits.noted(&Notes::ordinal));
   }
   FG_DEVICE void release_q() const {
+    if constexpr (has_producers)
+      if (this->ends()) this->q_signals().release(visits.noted(&Notes::ordinal));
   }
   // Without warps that copy, where the places of part n are free.
   FG_DEVICE void copy_next_part(int n) {
@@ -940,6 +826,7 @@ template <class T> struct Block {
       copy_next_part(n + 1);
       // late, so that none waits for this block while others have nothing to do
       if (n + 1 == visits.count()) fetch_next_work_tile();
+      if constexpr (Base::shows_columns) this->fetch_columns(n + 1);
     }
   }
 
@@ -963,6 +850,7 @@ template <class T> struct Block {
 
   FG_DEVICE void run_self_loading() {
     if (threadIdx.x == 0) {
+      if constexpr (P::prefetches_next) fg::shared_store(&this->next_place()->head, NO_MORE);
       q_signals().make(false, threads, 1);
       signals().make(false, threads, 1);
       // As if query tile -1 had ended.
@@ -982,6 +870,8 @@ template <class T> struct Block {
       Team::barrier();  // the list is there
       if (visits.count() == 0) fetch_next_work_tile(), look_ahead();  // else while the last visit is worked on
       if (visits.count() == NO_MORE) return;
+      if constexpr (Base::moves)
+        if (begins()) this->move_to(this->sequence());
       if (begins()) {
         const Place place = this->place();
         enter(place);
@@ -1006,6 +896,8 @@ template <class T> struct Block {
       Team::barrier();
       return;
     }
+    if constexpr (Base::moves)
+      if (another) this->move_to(noted(this->next_sequence()));
     if (is_short()) return open(ordinal, used);
     if (threadIdx.x == 0) pass_parts(used, 0), pass_parts(used, 1);
     const Place place = locate(number);
@@ -1100,48 +992,13 @@ template <class T> struct Block {
   // Scales O by its rows' denominators and writes it, and the log-sum-exps.
   FG_DEVICE void finish(const Place& place) {
     float factors[2 * m_tiles];
+    if constexpr (Spec::f8) this->add_kept_sums();
     close_rows(place, factors);
     write(place, factors);
   }
-  // Writes the log-sum-exps; what O is to be multiplied by.
-  FG_DEVICE void close_rows(const Place& place, float (&factors)[2 * m_tiles]) const {
-    const int count = row_count(place), warp_row = fg::warp_index() * 16 * m_tiles;
-    const int64_t first_row = int64_t(place.head) * rows_apart(a) + place.row0;
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-      const int row = warp_row + 16 * (r / 2) + fg::fragment_row(r % 2 * 2);
-      const float sum = fg::row_sum(row_sum[r]);
-      [[maybe_unused]] const Row row_ = make_row(a, u, x, int(a.q_start) + place.row0 + fg::min(row, count - 1));
-      const float in_common = row_score(a, u, x, row_);
-      const bool far = is_far(row_max[r]);
-      // What exponents in the sum are counted from: in base 2, where it is far in base e.
-      const float from = far ? __fmul_rn(row_max[r], 1.0f) : offset_of(row_max[r]);
-      const float top = from, denominator = sum;
-      // A denominator is at least 2^-8; what O is rounded to is coarser by far than the quotient.
-      if constexpr (sizeof(T) == 2) factors[r] = denominator == 0.0f ? 0.0f : fg::reciprocal_approximate(denominator);
-      else factors[r] = denominator == 0.0f ? 0.0f : 1.0f / denominator;
-      if (a.lse && row < count && fg::fragment_column(0) == 0) {
-        const float log = fg::log2(denominator);
-        // large ones cancel first
-        const float whole = far ? (in_common + top) + log * fg::LN_2 : in_common + (top + log) * fg::LN_2;
-        const float lse = denominator == 0.0f ? -INFINITY : whole;
-        fg::global_store(a.lse + first_row + row, lse);
-        if (a.lse_parts) {
-          float2 parts = {0.0f, 0.0f};
-          if (fg::is_extreme(lse)) {
-            // the offset that sums began at was rounded
-            const float below = far ? 0.0f : __fmaf_rn(-row_max[r], 1.44269504f, from);
-            const float both = row_max[r] + in_common, rounded = row_max[r] - (both - in_common);
-            parts = {both, log + below + rounded * fg::LOG2_E};
-          }
-          fg::global_store(reinterpret_cast<float2*>(a.lse_parts) + first_row + row, parts);
-        }
-      }
-    }
-  }
   FG_DEVICE void write(const Place& place, [[maybe_unused]] const float (&factors)[2 * m_tiles]) {
-    const int count = row_count(place), warp_row = fg::warp_index() * 16 * m_tiles;
-    rescale(factors);
+    const int count = row_count(place), warp_row = this->first_own_row();
+    if constexpr (Spec::normalised || Spec::dropout || Spec::f8) rescale(factors);
     if constexpr (P::tensor_copies) {
 #pragma unroll
       for (int m = 0; m < m_tiles; ++m)
@@ -1170,5 +1027,5 @@ template <class T> struct Block {
 
 extern "C" __global__ void __launch_bounds__(ForwardPlan<fg::bfloat_t>::threads, ForwardPlan<fg::bfloat_t>::blocks)
 alibi_d64_forward_bf16(const __grid_constant__ Arguments a, const __grid_constant__ ForwardMaps maps) {
-  forward::Block<fg::bfloat_t>(a, &maps).run();
+  forward::Block<forward::Kernel<fg::bfloat_t>>(a, a, &maps).run();
 }

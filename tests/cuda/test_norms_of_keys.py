@@ -60,7 +60,7 @@ def test_from_tile_to_tile() -> None:
     assert (op(q, k, v, doc=doc).double() - exact).abs().max() < 0.02
 
 
-TAKE = "if (n < count) measure<BESIDE>(n, Measurers::thread());"
+TAKE = "if (n < count) Base::template measure<BESIDE>(n, Measurers::thread());"
 SAY = "fg::mbarrier_arrive(norm_signals().full(parts_before + n));"
 # Where it is, what was planted, what the emulator may call it.
 MISTAKES = {
@@ -72,7 +72,7 @@ MISTAKES = {
     ),
     "served, norms that nobody awaits": (
         SERVED,
-        "return norm_signals().await(parts_before + n);",
+        "return this->norm_signals().await(parts_before + n);",
         "return;",
         {FaultKind.RACE, FaultKind.UNINITIALIZED},
     ),
@@ -90,7 +90,7 @@ MISTAKES = {
     ),
     "served, one place for the norms of two tiles": (
         SERVED,
-        " + fg::stage_of<norm_places>(parts_before + n) * BC",
+        " + stage_of<norm_places>(part_of(n)) * BC",
         "",
         {FaultKind.RACE},
     ),

@@ -1,14 +1,9 @@
-// Norms of rows of shared memory, and the distances of scores that depend on |q - k|².
+// Norms of rows of shared memory, for scores that depend on |q - k|².
 #pragma once
 #include "flashgen/shared_tile.cuh"
 
 namespace fg {
 
-// ‖q - k‖² = |q|² + |k|² - 2 q·k; rounding may leave a negative number where q = k. By one instruction less than a product and a
-// difference, and as exact: twice a number is not rounded.
-template <class Row, class Column> FG_DEVICE float squared_distance(const Row& r, const Column& c, float dot) {
-  return max(__fmaf_rn(-2.0f, dot, r.qq + c.kk), 0.0f);
-}
 // The norms of all rows of a tile, for everyone after the next barrier.
 template <int threads, class Tile> FG_DEVICE void squared_norms(float* norms, Tile tile) {
   for (int row = int(threadIdx.x); row < Tile::rows; row += threads) shared_store(norms + row, squared_norm(tile, row));

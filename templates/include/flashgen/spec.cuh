@@ -3,7 +3,7 @@
 // A generated source includes this first, then prints `struct Arguments`, the functions of its spec, `struct Spec`, which derives from
 // AnySpec and hides what is otherwise, and the plan of each pass; headers with kernels are templates over these.
 #pragma once
-#include "flashgen/types.cuh"
+#include "flashgen/math.cuh"
 
 namespace fg {
 
@@ -36,6 +36,16 @@ struct AnySpec {
   // Gradients: dQ comes with dK and dV, rows carry lse and delta, captured values have some, dK waits for no dP.
   static constexpr bool one_pass = false, row_state = false, captured = false, weighs_first = false;
 };
+
+// ‖q - k‖² = |q|² + |k|² - 2 q·k; rounding may leave a negative number where q = k. By one instruction less than a product and a
+// difference, and as exact: twice a number is not rounded.
+template <class Row, class Column> FG_DEVICE float squared_distance(const Row& r, const Column& c, float dot) {
+  return max(__fmaf_rn(-2.0f, dot, r.qq + c.kk), 0.0f);
+}
+
+// Printed templates that headers name with arguments of their own.
+template <int> FG_DEVICE void keys_of_row();
+template <int, int> FG_DEVICE void keep_range();
 
 // Queries or keys of a call, by their local positions.
 struct Span {
