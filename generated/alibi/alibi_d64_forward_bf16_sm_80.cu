@@ -397,9 +397,9 @@ using fg::forward::NoneAhead, fg::forward::Place, fg::forward::Sum;
 
 template <class Kernel> struct Block : Weighing<Kernel> {
   using Base = Weighing<Kernel>;
-  using typename Base::P, typename Base::Memory, typename Base::T, typename Base::E, typename Base::QTile,
-      typename Base::KTile, typename Base::VTile, typename Base::OTile, typename Base::PTile, typename Base::Team,
-      typename Base::Notes;
+  using typename Base::P, typename Base::Memory, typename Base::T, typename Base::Stored, typename Base::E,
+      typename Base::QTile, typename Base::KTile, typename Base::VTile, typename Base::OTile, typename Base::PTile,
+      typename Base::Team, typename Base::Notes;
   using Base::BR, Base::BC, Base::stages, Base::split, Base::unit, Base::m_tiles, Base::s_tiles, Base::o_tiles,
       Base::threads, Base::blocks, Base::dropped;
   using Base::has_producers, Base::self_loading, Base::overlaps_next, Base::q_places, Base::lists, Base::copies,
@@ -503,7 +503,7 @@ template <class Kernel> struct Block : Weighing<Kernel> {
     if constexpr (P::q_in_registers) {
       fg::copy_async_wait<2 * (stages - 1)>();
       fg::block_barrier();
-      fg::load(q_rows, q_tile(), warp_row);
+      fg::load(q_rows, this->ordered_q(), warp_row);
     }
     int n = 0;
 #pragma unroll 1
@@ -515,7 +515,7 @@ template <class Kernel> struct Block : Weighing<Kernel> {
   FG_DEVICE void load_k(int n) {
     if (n < visits.count()) {
       const int first = visits.tile(n) * BC;
-      const auto k = rows_of_k<T>(a, visits.noted(&Notes::k));
+      const auto k = rows_of_k<Stored>(a, visits.noted(&Notes::k));
       fg::copy_rows_async<threads, D>(k_tile(n), k, first, kv_len - first);
     }
     fg::copy_async_commit();
@@ -523,7 +523,7 @@ template <class Kernel> struct Block : Weighing<Kernel> {
   FG_DEVICE void load_v(int n) {
     if (n < visits.count()) {
       const int first = visits.tile(n) * BC;
-      const auto v = rows_of_v<T>(a, visits.noted(&Notes::v));
+      const auto v = rows_of_v<Stored>(a, visits.noted(&Notes::v));
       fg::copy_rows_async<threads, DV>(v_tile(n), v, first, kv_len - first);
     }
     fg::copy_async_commit();
@@ -541,12 +541,13 @@ template <class Kernel> struct Block : Weighing<Kernel> {
     fg::Accumulators<m_tiles, s_tiles> s;
     fg::clear(s);
     if constexpr (P::q_in_registers) fg::product(s, q_rows, k_tile(n), 0);
-    else fg::product(s, q_tile(), warp_row, k_tile(n), 0);
+    else fg::product(s, this->ordered_q(), warp_row, k_tile(n), 0);
     if constexpr (Spec::f8_cached) this->to_dots(s);
 
     float shrink[2 * m_tiles];
     if (this->template scores<masked>(s, n, shrink)) rescale(shrink);
     exponentials(s);
+    if constexpr (dropped) this->drop(column0 + Base::own_key(), s);
 
     fg::copy_async_wait<2 * (stages - 1)>();
     fg::block_barrier();

@@ -491,9 +491,9 @@ using fg::forward::NoneAhead, fg::forward::Place, fg::forward::Sum;
 
 template <class Kernel> struct Block : Weighing<Kernel> {
   using Base = Weighing<Kernel>;
-  using typename Base::P, typename Base::Memory, typename Base::T, typename Base::E, typename Base::QTile,
-      typename Base::KTile, typename Base::VTile, typename Base::OTile, typename Base::PTile, typename Base::Team,
-      typename Base::Notes;
+  using typename Base::P, typename Base::Memory, typename Base::T, typename Base::Stored, typename Base::E,
+      typename Base::QTile, typename Base::KTile, typename Base::VTile, typename Base::OTile, typename Base::PTile,
+      typename Base::Team, typename Base::Notes;
   using Base::BR, Base::BC, Base::stages, Base::split, Base::unit, Base::m_tiles, Base::s_tiles, Base::o_tiles,
       Base::threads, Base::blocks, Base::dropped;
   using Base::has_producers, Base::self_loading, Base::overlaps_next, Base::q_places, Base::lists, Base::copies,
@@ -604,7 +604,7 @@ template <class Kernel> struct Block : Weighing<Kernel> {
     if constexpr (P::q_in_registers) {
       fg::copy_async_wait<2 * (stages - 1)>();
       fg::block_barrier();
-      fg::load(q_rows, q_tile(), warp_row);
+      fg::load(q_rows, this->ordered_q(), warp_row);
     }
     int n = 0;
 #pragma unroll 1
@@ -616,7 +616,7 @@ template <class Kernel> struct Block : Weighing<Kernel> {
   FG_DEVICE void load_k(int n) {
     if (n < visits.count()) {
       const int first = visits.tile(n) * BC;
-      const auto k = rows_of_k<T>(a, visits.noted(&Notes::k));
+      const auto k = rows_of_k<Stored>(a, visits.noted(&Notes::k));
       fg::copy_rows_async<threads, D>(k_tile(n), k, first, kv_len - first);
     }
     fg::copy_async_commit();
@@ -624,7 +624,7 @@ template <class Kernel> struct Block : Weighing<Kernel> {
   FG_DEVICE void load_v(int n) {
     if (n < visits.count()) {
       const int first = visits.tile(n) * BC;
-      const auto v = rows_of_v<T>(a, visits.noted(&Notes::v));
+      const auto v = rows_of_v<Stored>(a, visits.noted(&Notes::v));
       fg::copy_rows_async<threads, DV>(v_tile(n), v, first, kv_len - first);
     }
     fg::copy_async_commit();
@@ -642,12 +642,13 @@ template <class Kernel> struct Block : Weighing<Kernel> {
     fg::Accumulators<m_tiles, s_tiles> s;
     fg::clear(s);
     if constexpr (P::q_in_registers) fg::product(s, q_rows, k_tile(n), 0);
-    else fg::product(s, q_tile(), warp_row, k_tile(n), 0);
+    else fg::product(s, this->ordered_q(), warp_row, k_tile(n), 0);
     if constexpr (Spec::f8_cached) this->to_dots(s);
 
     float shrink[2 * m_tiles];
     if (this->template scores<masked>(s, n, shrink)) rescale(shrink);
     exponentials(s);
+    if constexpr (dropped) this->drop(column0 + Base::own_key(), s);
 
     fg::copy_async_wait<2 * (stages - 1)>();
     fg::block_barrier();
@@ -683,8 +684,9 @@ template <class Kernel> struct Block : Weighing<Kernel> {
     if constexpr (P::prefetches_next && self_loading) this->copy_next_list();
     int n = 1;
     multiply_visits(p, n);
-    release_q();
-    await_part(n);
+    if constexpr (!overlaps_next) release_q();  // else it has been
+    if constexpr (overlaps_next) this->await_v(n - 1);
+    else if constexpr (!P::prefetches_next || !self_loading) await_part(n);  // else it has been waited for
     fg::begin_products(o, p);
     fg::start_product_across(o, p, v_tile(n - 1));
     fg::warpgroup_commit();
@@ -720,10 +722,11 @@ template <class Kernel> struct Block : Weighing<Kernel> {
     if (this->template scores<masked>(s, 0, shrink)) rescale(shrink);
     weigh_tile<masked>(s, 0);
     if constexpr (overlaps_next && Base::shows_columns) this->release_k(0);
-    release_part(0);
+    if constexpr (!overlaps_next) release_part(0);
     if constexpr (Base::shows_columns && !has_producers) this->put_columns(1);
     if constexpr (scaled) this->scale(s);
     fg::round_into(p, s);
+    if constexpr (dropped && !Spec::f8) this->drop(p, 0);
   }
 
   template <bool masked> FG_DEVICE void step_by_warpgroups(Weights& p, int n) {
@@ -754,6 +757,7 @@ template <class Kernel> struct Block : Weighing<Kernel> {
     release_part(n);
     if constexpr (Base::shows_columns && !has_producers) this->put_columns(n + 1);
     fg::round_into(p, s);
+    if constexpr (dropped && !Spec::f8) this->drop(p, n);
     if constexpr (Spec::f8)
       if (n % P::tiles_of_sums == 0) this->keep_sums();  // when registers have no scores
   }

@@ -142,8 +142,8 @@ MISTAKES_OF_MANY = {
 # Of first tiles that are asked for before any is listed.
 MISTAKES_OF_FIRST = {
     "the first tile alone": (
-        "k_rows, rows_of_k<T>(a, 0).by_row, (first + n) * BC);",
-        "k_rows, rows_of_k<T>(a, 0).by_row, first * BC);",
+        "k_rows, rows_of_k<Stored>(a, 0).by_row, (first + n) * BC);",
+        "k_rows, rows_of_k<Stored>(a, 0).by_row, first * BC);",
     ),
     "where something is masked": ("k_rows && !whole.may_be_false", "k_rows"),
     "they are asked for again": ("if (!asked) {", "if (true) {"),

@@ -62,7 +62,7 @@ MISTAKES: dict[str, tuple[str, str, str, set[FaultKind]]] = {
     ),
     "products are added to weights": (
         "three warpgroups",
-        r"(void multiply_again.*\n)    fg::clear\(s\);\n",
+        r"(void multiply_again.*\n)    clear\(s\);\n",
         r"\1",
         set(),
     ),

@@ -454,6 +454,11 @@ template <class Base_> struct Exponentials : Pairs<Base_> {
     row_sum[0] += sums[0][0], row_sum[1] += sums[1][0];
     return true;
   }
+  // By instructions of a warp: others of its warpgroup may have no need.
+  FG_DEVICE void multiply_again(Scores& s, int n) const {
+    clear(s);
+    product(s, Base::q_tile(), warp_row, Base::k_tile(n), 0);
+  }
 };
 
 }  // namespace fg::forward
