@@ -30,6 +30,7 @@
 #include "flashgen/observed.cuh"
 #include "flashgen/reduce.cuh"
 #include "flashgen/shared_tile.cuh"
+#include "flashgen/spec.cuh"
 #include "flashgen/team.cuh"
 #include "flashgen/types.cuh"
 
@@ -286,15 +287,28 @@ FG_DEVICE fg::ranges::Bool keep_range(const Arguments& a, const Launch& u, const
 }
 
 // The same for queries i … and keys j … of the call, by their local positions.
-struct Span {
-  int first, count;
-};
 // What the mask reads is looked at for up to `rows` and `columns` of them.
 template <int rows, int columns>
-FG_DEVICE fg::ranges::Bool keep_range(const Arguments& a, const Launch& u, const Head& x, int head, Span i, Span j) {
+FG_DEVICE fg::ranges::Bool keep_range(
+    const Arguments& a, const Launch& u, const Head& x, int head, fg::Span i, fg::Span j) {
   return keep_range(a, u, x, {a.q_start + i.first, a.q_start + i.first + i.count - 1},
                     {a.kv_start + j.first, a.kv_start + j.first + j.count - 1});
 }
+
+struct Spec : fg::AnySpec {
+  using Arguments = ::Arguments;
+  using Launch = ::Launch;
+  using Head = ::Head;
+  using Row = ::Row;
+  using Column = ::Column;
+  static constexpr int D = 64, DV = 64, DP = 64, DVP = 64, lag = 8, headroom = 0, cache_of_groups = 25165824,
+      words_of_notes = 8, columns_seen = 0, degree = 1;
+  static constexpr bool exponential = true, normalised = true, distance = true, split_score = true, in_groups = true,
+      one_pass = true, row_state = true, captured = true, weighs_first = true;
+};
+
+#include "flashgen/persistent.cuh"
+#include "flashgen/visits.cuh"
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
 
@@ -306,8 +320,8 @@ constexpr int DP = 64, DVP = 64;
 template <class T> struct BackwardPlan;
 template <> struct BackwardPlan<fg::bfloat_t> {
   static constexpr int BR = 64, BC = 128, warps = 8, stages = 2, split = 1, s_columns = 64, warpgroups = 0,
-      producers = 0, blocks = 1, threads = 256, cluster = 1, tensor_copies = 0, pairs_staged = 0, persistent = 0,
-      registers = 0, producer_registers = 0, dq_column_groups = 1, stores_whole = 0, takes_turns = 0;
+      producers = 0, blocks = 1, threads = 256, cluster = 1, tensor_copies = 0, pairs_staged = 0, prefetches_next = 0,
+      persistent = 0, registers = 0, producer_registers = 0, dq_column_groups = 1, stores_whole = 0, takes_turns = 0;
 };
 // The plan of dQ, where it has a kernel of its own.
 template <class T> struct QueryPlan;
@@ -358,15 +372,7 @@ template <> struct QueryMemory<fg::bfloat_t> {
 // ones first, then FULL ones; EMPTY ones are never loaded. A list covers a window of tiles, so that its length is
 // fixed.
 
-constexpr int WINDOW = 1024, NOTES = 8;
-struct VisitList {
-  // of the window: its first tile; how many are PARTIAL, how many are listed
-  int first, partials, count;
-  int notes[NOTES];                                  // what the block keeps beside it
-  uint32_t partial[WINDOW / 32], full[WINDOW / 32];  // one bit a tile
-  uint16_t tile[WINDOW];                             // counted from the first
-};
-
+using VisitList = fg::VisitList<Spec::words_of_notes>;
 static_assert(sizeof(VisitList) == 2348, "what the plan counts");
 // What blocks keep beside a list of visits: of query tiles (with producers, without), of key tiles.
 struct QueryPlace {
@@ -401,105 +407,7 @@ struct KeyNotes {
   int number;  // of the key tile
   int next;  // the number of the one after it
 };
-
-// What a block reads of its list. It stays in shared memory, where it costs no registers.
-template <class Notes> struct Visits {
-  static_assert(sizeof(Notes) <= sizeof(VisitList::notes), "there is room for what a block keeps");
-  VisitList* list;
-
-  FG_DEVICE int first() const { return fg::shared_load(&list->first); }
-  FG_DEVICE int partials() const { return fg::shared_load(&list->partials); }
-  FG_DEVICE int count() const { return fg::shared_load(&list->count); }
-  FG_DEVICE int tile(int n) const { return first() + int(fg::shared_load(&list->tile[n])); }
-  FG_DEVICE Notes* notes() const { return reinterpret_cast<Notes*>(list->notes); }
-  FG_DEVICE int noted(int Notes::*which) const { return fg::shared_load(&(notes()->*which)); }
-};
-
-FG_DEVICE void set_visits(VisitList* list, int first, int partials, int count) {
-  fg::shared_store(&list->first, first);
-  fg::shared_store(&list->partials, partials);
-  fg::shared_store(&list->count, count);
-}
-
-// What is known of the pairs of some queries and key tiles first … last - 1 as a whole, the last of which may reach
-// past the end.
-template <int BR, int BC> struct KeyTiles {
-  const Arguments& a;
-  const Launch& u;
-  const Head& x;
-  int head;  // counted through the batch
-  Span queries;
-
-  FG_DEVICE fg::ranges::Bool operator()(int first, int last) const {
-    const int kv_len = int(a.kv_len), end = fg::min(last * BC, kv_len);
-    const fg::ranges::Bool kept = keep_range<BR, BC>(a, u, x, head, queries, {first * BC, end - first * BC});
-    return {kept.may_be_false || last * BC > kv_len, kept.may_be_true};
-  }
-};
-// The same of query tiles and some keys: the last tile, and the tile of the keys, may reach past the end.
-template <int BR, int BC> struct QueryTiles {
-  const Arguments& a;
-  const Launch& u;
-  const Head& x;
-  int head;
-  Span keys;
-
-  FG_DEVICE fg::ranges::Bool operator()(int first, int last) const {
-    const int q_len = int(a.q_len), end = fg::min(last * BR, q_len);
-    const fg::ranges::Bool kept = keep_range<BR, BC>(a, u, x, head, {first * BR, end - first * BR}, keys);
-    return {kept.may_be_false || last * BR > q_len || keys.count < BC, kept.may_be_true};
-  }
-};
-
-// Puts tiles in their order, as words of bits say their classes: `tile_of` a bit. Everyone sees the words.
-template <class Team, class TileOf>
-FG_DEVICE void order_visits(VisitList* list, int first, int words, const TileOf& tile_of) {
-  const int thread = Team::thread(), lane = fg::lane_index(), warp = Team::warp();
-  int partials = 0;
-#pragma unroll 1
-  for (int word = 0; word < words; ++word) partials += fg::popcount(int(fg::shared_load(&list->partial[word])));
-  int next_partial = 0, next_full = partials;
-  const uint32_t mine = 1u << lane, below = mine - 1;
-#pragma unroll 1
-  for (int word = 0; word < words; ++word) {
-    const uint32_t partial = fg::shared_load(&list->partial[word]), full = fg::shared_load(&list->full[word]);
-    if (word % (Team::threads / 32) == warp) {
-      const uint16_t tile = (partial | full) & mine ? tile_of(32 * word + lane) : 0;
-      if (partial & mine) fg::shared_store(&list->tile[next_partial + fg::popcount(int(partial & below))], tile);
-      if (full & mine) fg::shared_store(&list->tile[next_full + fg::popcount(int(full & below))], tile);
-    }
-    next_partial += fg::popcount(int(partial)), next_full += fg::popcount(int(full));
-  }
-  if (thread == 0) set_visits(list, first, partials, next_full);
-  Team::barrier();
-}
-
-// Lists the visits among tiles first … last - 1, at most WINDOW. classify(first, last) is the range of `kept` over
-// those tiles. Everyone is done with the list before, and sees this one at once.
-template <class Team, class Classify>
-FG_DEVICE void find_visits(VisitList* list, int first, int last, const Classify& classify) {
-  const fg::ranges::Bool whole = classify(first, last);
-  const int thread = Team::thread(), lane = fg::lane_index(), warp = Team::warp(), words = (last - first + 31) / 32;
-  Team::barrier();
-  if (!whole.may_be_true || !whole.may_be_false) {
-    const int count = whole.may_be_true ? last - first : 0;
-#pragma unroll 1
-    for (int n = thread; n < count; n += Team::threads) fg::shared_store(&list->tile[n], uint16_t(n));
-    if (thread == 0) set_visits(list, first, 0, count);
-    Team::barrier();
-    return;
-  }
-#pragma unroll 1
-  for (int word = warp; word < words; word += Team::threads / 32) {
-    const int tile = first + 32 * word + lane;
-    fg::ranges::Bool kept = {true, false};
-    if (tile < last) kept = classify(tile, tile + 1);
-    const uint32_t partial = fg::ballot(kept.may_be_true && kept.may_be_false), full = fg::ballot(!kept.may_be_false);
-    if (lane == 0) fg::shared_store(&list->partial[word], partial), fg::shared_store(&list->full[word], full);
-  }
-  Team::barrier();
-  order_visits<Team>(list, first, words, [](int n) { return uint16_t(n); });
-}
+template <class Notes> using Visits = fg::Visits<VisitList, Notes>;
 
 // ---- Backward ------------------------------------------------------------------------------------------------------
 // Algorithm 2 of FlashAttention-2: one block a key tile, query tiles inside. Scores are recomputed, transposed, so that
@@ -739,7 +647,7 @@ template <class T, bool atomic, Adding how> struct Block {
     put_row(n, int(threadIdx.x), next_lse, next_delta);
   }
 
-  FG_DEVICE QueryTiles<BR, BC> classify() const {
+  FG_DEVICE fg::QueryTiles<Spec, BR, BC> classify() const {
     const int first = column0();
     return {a, u, x, visits.noted(&Notes::head), {first, fg::min(BC, kv_len - first)}};
   }
@@ -786,8 +694,8 @@ template <class T, bool atomic, Adding how> struct Block {
       }
       sum_by_slope = 0.0f;
 #pragma unroll 1
-      for (int window = 0; window < tiles(); window = visits.first() + WINDOW) {
-        find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify());
+      for (int window = 0; window < tiles(); window = visits.first() + fg::WINDOW) {
+        fg::find_visits<Team>(visits.list, window, fg::min(window + fg::WINDOW, tiles()), classify());
         Team::barrier();  // everyone is done with the last tiles of the window before
         visit();
       }
@@ -1050,7 +958,7 @@ template <class T, Adding how> struct Queries {
     fg::copy_async_commit();
   }
 
-  FG_DEVICE KeyTiles<BR, BC> classify() const {
+  FG_DEVICE fg::KeyTiles<Spec, BR, BC> classify() const {
     const Place place = this->place();
     return {a, u, x, visits.noted(&Notes::head), {place.row0, place.count}};
   }
@@ -1151,8 +1059,8 @@ template <class T, Adding how> struct Queries {
     }
     fg::block_barrier();  // the place of the block is known
 #pragma unroll 1
-    for (int window = 0; window < tiles(); window = visits.first() + WINDOW) {
-      find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify());
+    for (int window = 0; window < tiles(); window = visits.first() + fg::WINDOW) {
+      fg::find_visits<Team>(visits.list, window, fg::min(window + fg::WINDOW, tiles()), classify());
       fg::block_barrier();
 #pragma unroll
       for (int n = 0; n < stages; ++n) load(n);

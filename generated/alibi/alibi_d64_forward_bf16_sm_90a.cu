@@ -23,6 +23,7 @@
 #include "flashgen/observed.cuh"
 #include "flashgen/reduce.cuh"
 #include "flashgen/shared_tile.cuh"
+#include "flashgen/spec.cuh"
 #include "flashgen/team.cuh"
 #include "flashgen/tensor_copies.cuh"
 #include "flashgen/types.cuh"
@@ -347,15 +348,41 @@ FG_DEVICE fg::ranges::Bool keep_range(const Arguments& a, const Launch& u, const
 }
 
 // The same for queries i … and keys j … of the call, by their local positions.
-struct Span {
-  int first, count;
-};
 // What the mask reads is looked at for up to `rows` and `columns` of them.
 template <int rows, int columns>
-FG_DEVICE fg::ranges::Bool keep_range(const Arguments& a, const Launch& u, const Head& x, int head, Span i, Span j) {
+FG_DEVICE fg::ranges::Bool keep_range(
+    const Arguments& a, const Launch& u, const Head& x, int head, fg::Span i, fg::Span j) {
   return keep_range(a, u, x, {a.q_start + i.first, a.q_start + i.first + i.count - 1},
                     {a.kv_start + j.first, a.kv_start + j.first + j.count - 1});
 }
+
+struct Spec : fg::AnySpec {
+  using Arguments = ::Arguments;
+  using Launch = ::Launch;
+  using Head = ::Head;
+  using Row = ::Row;
+  using Column = ::Column;
+  static constexpr int D = 64, DV = 64, DP = 64, DVP = 64, lag = 8, headroom = 0, cache_of_groups = 25165824,
+      words_of_notes = 8, columns_seen = 0, degree = 1;
+  static constexpr bool exponential = true, normalised = true, distance = true, split_score = true, keys_of_row = true,
+      queries_of_column = true, in_groups = true, one_pass = true, row_state = true, captured = true,
+      weighs_first = true;
+  // Exponents are in base 2: what scores, or products, are multiplied by for them; maxima, and in base e; the product
+  // of a hidden pair.
+  FG_DEVICE static float factor([[maybe_unused]] const Launch& u) { return 1.44269504f; }
+  FG_DEVICE static float factor_of_top([[maybe_unused]] const Launch& u) { return 1.44269504f; }
+  FG_DEVICE static float natural_of_top([[maybe_unused]] const Launch& u) { return 1.0f; }
+  FG_DEVICE static float hidden([[maybe_unused]] const Launch& u) { return -INFINITY; }
+  FG_DEVICE static float sign([[maybe_unused]] const Launch& u) { return 1.0f; }
+  static constexpr float lag_of_top = 5.54517744f;
+  // A weight's part of its row's total, the denominator by the total, and what a weight's tangent adds to that of lse.
+  FG_DEVICE static float term(float weight) { return weight; }
+  FG_DEVICE static float denominator(float total) { return total; }
+  FG_DEVICE static float share([[maybe_unused]] float weight, float tangent) { return tangent; }
+};
+
+#include "flashgen/persistent.cuh"
+#include "flashgen/visits.cuh"
 
 // ---- Tiles ---------------------------------------------------------------------------------------------------------
 
@@ -367,8 +394,8 @@ constexpr int DP = 64, DVP = 64;
 template <class T> struct ForwardPlan;
 template <> struct ForwardPlan<fg::bfloat_t> {
   static constexpr int BR = 64, BC = 128, warps = 4, stages = 2, split = 1, s_columns = 0, warpgroups = 1,
-      producers = 0, blocks = 3, threads = 128, cluster = 1, tensor_copies = 1, pairs_staged = 0, q_in_registers = 0,
-      overlaps_next = 0, q_places = 1, registers = 0, producer_registers = 0;
+      producers = 0, blocks = 3, threads = 128, cluster = 1, tensor_copies = 1, pairs_staged = 0, prefetches_next = 0,
+      q_in_registers = 0, overlaps_next = 0, q_places = 1, ping_pong = 0, registers = 0, producer_registers = 0;
 };
 // ---- Shared memory --------------------------------------------------------------------------------------------------
 
@@ -390,33 +417,7 @@ template <> struct ForwardMemory<fg::bfloat_t> {
 // ones first, then FULL ones; EMPTY ones are never loaded. A list covers a window of tiles, so that its length is
 // fixed.
 
-constexpr int WINDOW = 1024, NOTES = 8;
-struct VisitList {
-  // of the window: its first tile; how many are PARTIAL, how many are listed
-  int first, partials, count;
-  int notes[NOTES];                                  // what the block keeps beside it
-  uint32_t partial[WINDOW / 32], full[WINDOW / 32];  // one bit a tile
-  uint16_t tile[WINDOW];                             // counted from the first
-};
-
-// A block that has a multiprocessor to itself takes the longest tiles of several heads before shorter ones, as few long
-// ones at the end would keep most of them waiting. A group of heads is about as large as a cache holds what its blocks
-// read, and has all `sharers` of each of the `total` heads of keys. Groups of several are even in number: where each
-// has about a tile for a multiprocessor, the longest tiles of one come where the shortest of the one before were.
-struct TileOfGroup {
-  unsigned head, tile;  // the head counted through the batch
-};
-FG_DEVICE TileOfGroup tile_of_group(
-    unsigned number, unsigned tiles, unsigned total, unsigned sharers, int bytes_of_row, int rows) {
-  constexpr int CACHE = 25165824;
-  const unsigned most = fg::max(1, CACHE / bytes_of_row / fg::max(1, rows)), some = fg::max(1, int(total / most)),
-      groups = most > 1 && some > 1 ? some / 2 * 2 : some;
-  const unsigned group = ((number / (tiles * sharers) + 1) * groups - 1) / total;  // of equal size, as nearly as may be
-  const unsigned first = group * total / groups * sharers, heads = (group + 1) * total / groups * sharers - first;
-  const unsigned own = number - first * tiles, tile = own / heads;
-  return {unsigned(fg::again(int(first + (own - tile * heads)))), unsigned(fg::again(int(tile)))};
-}
-
+using VisitList = fg::VisitList<Spec::words_of_notes>;
 static_assert(sizeof(VisitList) == 2348, "what the plan counts");
 // What blocks keep beside a list of visits: of query tiles (with producers, without), of key tiles.
 struct QueryPlace {
@@ -451,119 +452,7 @@ struct KeyNotes {
   int number;  // of the key tile
   int next;  // the number of the one after it
 };
-
-// What a block reads of its list. It stays in shared memory, where it costs no registers.
-template <class Notes> struct Visits {
-  static_assert(sizeof(Notes) <= sizeof(VisitList::notes), "there is room for what a block keeps");
-  VisitList* list;
-
-  FG_DEVICE int first() const { return fg::shared_load(&list->first); }
-  FG_DEVICE int partials() const { return fg::shared_load(&list->partials); }
-  FG_DEVICE int count() const { return fg::shared_load(&list->count); }
-  FG_DEVICE int tile(int n) const { return first() + int(fg::shared_load(&list->tile[n])); }
-  FG_DEVICE Notes* notes() const { return reinterpret_cast<Notes*>(list->notes); }
-  FG_DEVICE int noted(int Notes::*which) const { return fg::shared_load(&(notes()->*which)); }
-};
-
-FG_DEVICE void set_visits(VisitList* list, int first, int partials, int count) {
-  fg::shared_store(&list->first, first);
-  fg::shared_store(&list->partials, partials);
-  fg::shared_store(&list->count, count);
-}
-
-// What is known of the pairs of some queries and key tiles first … last - 1 as a whole, the last of which may reach
-// past the end.
-template <int BR, int BC> struct KeyTiles {
-  const Arguments& a;
-  const Launch& u;
-  const Head& x;
-  int head;  // counted through the batch
-  Span queries;
-
-  FG_DEVICE fg::ranges::Bool operator()(int first, int last) const {
-    const int kv_len = int(a.kv_len), end = fg::min(last * BC, kv_len);
-    const fg::ranges::Bool kept = keep_range<BR, BC>(a, u, x, head, queries, {first * BC, end - first * BC});
-    return {kept.may_be_false || last * BC > kv_len, kept.may_be_true};
-  }
-};
-// The same of query tiles and some keys: the last tile, and the tile of the keys, may reach past the end.
-template <int BR, int BC> struct QueryTiles {
-  const Arguments& a;
-  const Launch& u;
-  const Head& x;
-  int head;
-  Span keys;
-
-  FG_DEVICE fg::ranges::Bool operator()(int first, int last) const {
-    const int q_len = int(a.q_len), end = fg::min(last * BR, q_len);
-    const fg::ranges::Bool kept = keep_range<BR, BC>(a, u, x, head, {first * BR, end - first * BR}, keys);
-    return {kept.may_be_false || last * BR > q_len || keys.count < BC, kept.may_be_true};
-  }
-};
-
-// Puts tiles in their order, as words of bits say their classes: `tile_of` a bit. Everyone sees the words.
-template <class Team, class TileOf>
-FG_DEVICE void order_visits(VisitList* list, int first, int words, const TileOf& tile_of) {
-  const int thread = Team::thread(), lane = fg::lane_index(), warp = Team::warp();
-  int partials = 0;
-#pragma unroll 1
-  for (int word = 0; word < words; ++word) partials += fg::popcount(int(fg::shared_load(&list->partial[word])));
-  int next_partial = 0, next_full = partials;
-  const uint32_t mine = 1u << lane, below = mine - 1;
-#pragma unroll 1
-  for (int word = 0; word < words; ++word) {
-    const uint32_t partial = fg::shared_load(&list->partial[word]), full = fg::shared_load(&list->full[word]);
-    if (word % (Team::threads / 32) == warp) {
-      const uint16_t tile = (partial | full) & mine ? tile_of(32 * word + lane) : 0;
-      if (partial & mine) fg::shared_store(&list->tile[next_partial + fg::popcount(int(partial & below))], tile);
-      if (full & mine) fg::shared_store(&list->tile[next_full + fg::popcount(int(full & below))], tile);
-    }
-    next_partial += fg::popcount(int(partial)), next_full += fg::popcount(int(full));
-  }
-  if (thread == 0) set_visits(list, first, partials, next_full);
-  Team::barrier();
-}
-
-// Lists the visits among tiles first … last - 1, at most WINDOW. classify(first, last) is the range of `kept` over
-// those tiles. Everyone is done with the list before, and sees this one at once.
-template <class Team, class Classify>
-FG_DEVICE void find_visits(VisitList* list, int first, int last, const Classify& classify) {
-  const fg::ranges::Bool whole = classify(first, last);
-  const int thread = Team::thread(), lane = fg::lane_index(), warp = Team::warp(), words = (last - first + 31) / 32;
-  Team::barrier();
-  if (!whole.may_be_true || !whole.may_be_false) {
-    const int count = whole.may_be_true ? last - first : 0;
-#pragma unroll 1
-    for (int n = thread; n < count; n += Team::threads) fg::shared_store(&list->tile[n], uint16_t(n));
-    if (thread == 0) set_visits(list, first, 0, count);
-    Team::barrier();
-    return;
-  }
-#pragma unroll 1
-  for (int word = warp; word < words; word += Team::threads / 32) {
-    const int tile = first + 32 * word + lane;
-    fg::ranges::Bool kept = {true, false};
-    if (tile < last) kept = classify(tile, tile + 1);
-    const uint32_t partial = fg::ballot(kept.may_be_true && kept.may_be_false), full = fg::ballot(!kept.may_be_false);
-    if (lane == 0) fg::shared_store(&list->partial[word], partial), fg::shared_store(&list->full[word], full);
-  }
-  Team::barrier();
-  order_visits<Team>(list, first, words, [](int n) { return uint16_t(n); });
-}
-
-// ---- Persistent blocks ---------------------------------------------------------------------------------------------
-// As many blocks as there is room for do the work of many: the first by its own number, then the next one that nobody
-// has taken.
-
-// One more of so many numbers, by one thread; `numbers` or above where none is left.
-FG_DEVICE int fetch_work_tile(uint32_t* counter, int work_tiles) {
-  const int blocks = fg::grid_size();
-  return work_tiles <= blocks ? work_tiles : blocks + int(fg::global_next(counter));
-}
-// Where those who multiply do all, warps start parts in turn, and one has all that is of what comes next, its first
-// lane the number.
-using NextTeam = fg::Team<32, 1, 32>;
-FG_DEVICE bool knows_next() { return NextTeam::thread() == 0; }
+template <class Notes> using Visits = fg::Visits<VisitList, Notes>;
 
 // ---- Forward -------------------------------------------------------------------------------------------------------
 // One block a query tile, key tiles inside: Algorithm 1 of FlashAttention-2. A warp holds 16 · m_tiles rows of O, and
@@ -576,35 +465,49 @@ struct ForwardMaps {
   fg::TensorMap q, k, v;
 };
 
+#include "flashgen/forward/exponentials.cuh"
+
 namespace forward {
 
-template <class T> struct Block {
-  using P = ForwardPlan<T>;
-  static constexpr int BR = P::BR / P::cluster, BC = P::BC, stages = P::stages;
-  static constexpr int m_tiles = BR / (16 * P::warps), s_tiles = BC / 8, o_tiles = DVP / 8;
-  static_assert(BR % (16 * P::warps) == 0 && BC % 16 == 0, "a warp has whole fragments");
-  static_assert(!P::warpgroups || (m_tiles == 1 && P::warps % 4 == 0 && stages == 2), "a warpgroup has 64 rows");
+// What a block is made for.
+template <class T_, int blocks_ = 1> struct Kernel {
+  using Spec = ::Spec;
+  using T = T_;
+  using Plan = ForwardPlan<T>;
+  using Memory = ForwardMemory<T>;
+  using Notes = QueryNotes<(Plan::producers > 0)>;
+  using Call = ::Arguments;
+  using OwnArguments = const Arguments&;
+  using Maps = ForwardMaps;
+  using Stored = T;
+  using E = T;
+  using KTile = fg::SharedTile<T, Plan::BC, DP>;
+  using VTile = fg::SharedTile<T, Plan::BC, DVP>;
+  static constexpr bool in_bounds = true, dropped = false;
+  static constexpr int blocks = blocks_;
+};
+template <class Kernel> using Weighing = fg::forward::Exponentials<fg::forward::State<Kernel>>;
+using fg::forward::NoneAhead, fg::forward::Place, fg::forward::Sum;
 
-  using Team = fg::Team<32 * P::warps, 0>;  // who multiplies
-  static constexpr int threads = Team::threads;
-  static constexpr bool has_producers = P::producers > 0;  // others copy, and find the visits
-  // one thread starts the copies, and all find the visits
-  static constexpr bool self_loading = P::tensor_copies && !has_producers;
-  static constexpr bool overlaps_next = P::overlaps_next;  // from query tile to query tile, where others copy
-  static constexpr int chains = P::warpgroups ? 4 : 1;  // of dependent additions and maxima a row, side by side
-
-  // Shared memory, in bytes from its start. O takes the place of everything at the end, but for where blocks are
-  // persistent.
-  using QTile = fg::SharedTile<T, BR, DP>;
-  using KTile = fg::SharedTile<T, BC, DP>;
-  using VTile = fg::SharedTile<T, BC, DVP>;
-  using OTile = fg::SharedTile<T, BR, DVP>;
-  // Q of the next tile may come while this one is worked on; there may be a list more for those who find the visits.
-  static constexpr int q_places = P::q_places, lists = has_producers ? 2 : 1;
-  static constexpr bool copies = P::tensor_copies;
+template <class Kernel> struct Block : Weighing<Kernel> {
+  using Base = Weighing<Kernel>;
+  using typename Base::P, typename Base::Memory, typename Base::T, typename Base::Stored, typename Base::E,
+      typename Base::QTile, typename Base::KTile, typename Base::VTile, typename Base::OTile, typename Base::PTile,
+      typename Base::Team, typename Base::Notes;
+  using Base::BR, Base::BC, Base::stages, Base::split, Base::unit, Base::m_tiles, Base::s_tiles, Base::o_tiles,
+      Base::threads, Base::blocks, Base::dropped;
+  using Base::has_producers, Base::self_loading, Base::overlaps_next, Base::q_places, Base::lists, Base::copies,
+      Base::norm_places, Base::chains, Base::scaled;
+  using Base::call, Base::a, Base::maps, Base::u, Base::x, Base::memory, Base::kv_len, Base::warp_row, Base::part,
+      Base::parts_before, Base::q_place, Base::visits;
+  using Base::rows, Base::q_rows, Base::o, Base::row_max, Base::row_sum, Base::row_moving, Base::row_scale,
+      Base::next_seen, Base::SEEN;
+  using Base::note, Base::place, Base::row_count, Base::share, Base::tiles, Base::q_tile, Base::k_tile, Base::v_tile,
+      Base::norms, Base::columns, Base::rescale, Base::close_rows;
+  using Base::Base;
+  using Base::exponentials, Base::is_far, Base::counts_on, Base::weigh_by_maxima;
   using Signals = fg::Signals<stages>;
   using QSignals = fg::Signals<overlaps_next ? q_places : 1>;
-  using Memory = ForwardMemory<T>;
   static_assert(Memory::Q_bytes == q_places * QTile::bytes, "Q: what the plan counts");
   static_assert(Memory::K_bytes == stages * KTile::bytes, "K: what the plan counts");
   static_assert(Memory::V_bytes == stages * VTile::bytes, "V: what the plan counts");
@@ -613,49 +516,17 @@ template <class T> struct Block {
   static_assert(Memory::SIGNALS_bytes == copies * Signals::bytes, "signals: what the plan counts");
   static_assert(Memory::Q_SIGNALS_bytes == copies * QSignals::bytes, "signals: what the plan counts");
 
-  using Notes = QueryNotes<has_producers>;
-  const Arguments& a;
-  const ForwardMaps* maps;
-  Launch u;
-  Head x;
-  char* memory;
-  int kv_len, warp_row;  // this warp's first query, in the tile
-  Visits<Notes> visits;
-  static constexpr int parts_before = 0;  // the present list, where producer warps bring them
   int next_work_tile;  // of a query tile, in the thread that has taken it
 
-  Row rows[2 * m_tiles];                                                                 // this lane's
-  fg::LeftRows<T, m_tiles, P::q_in_registers ? DP : fg::Element<T>::depth> q_rows;  // where they fit
-  fg::Accumulators<m_tiles, o_tiles> o;
-  float row_max[2 * m_tiles];  // of the scores, as of the last rescaling
-  float row_sum[2 * m_tiles];  // of this lane's columns
-  FG_DEVICE Block(const Arguments& arguments, const ForwardMaps* tensor_maps = nullptr)
-      : a(arguments), maps(tensor_maps), u(make_launch(arguments)), memory(fg::shared_memory()) {
-    visits.list = reinterpret_cast<VisitList*>(memory + Memory::LIST);
-    warp_row = fg::warp_index() * 16 * m_tiles, kv_len = int(a.kv_len);
-    if (P::tensor_copies && threadIdx.x == 0)
-      fg::prefetch_map(maps->q), fg::prefetch_map(maps->k), fg::prefetch_map(maps->v);
-  }
-
-  FG_DEVICE int tiles() const { return (fg::again(int(a.kv_len)) + BC - 1) / BC; }
-  FG_DEVICE QTile q_tile() const { return {reinterpret_cast<T*>(memory)}; }
-  FG_DEVICE KTile k_tile(int n) const {
-    return {reinterpret_cast<T*>(memory + Memory::K + fg::stage_of<stages>(n) * KTile::bytes)};
-  }
-  FG_DEVICE VTile v_tile(int n) const {
-    return {reinterpret_cast<T*>(memory + Memory::V + fg::stage_of<stages>(n) * VTile::bytes)};
-  }
+  FG_DEVICE void enter(const Place& place) { x = head_at(place); }
+  FG_DEVICE void note(const Place& place, const Head& head) const { note(visits.notes(), place, head); }
 
   // A query tile, by its number. The last ones of a head come first: under a causal mask they are the longest.
-  struct Place {
-    int head, row0;  // counted through the batch; its first query
-  };
   FG_DEVICE Place locate(unsigned number) const {
     const unsigned tiles = (unsigned(a.q_len) + P::BR - 1) / P::BR;
     const unsigned head = number / tiles;
     return {int(head), int(tiles - 1 - (number - head * tiles)) * P::BR};
   }
-  FG_DEVICE int row_count(const Place& place) const { return fg::min(BR, int(a.q_len) - place.row0); }
 
   // What hooks know of the head, and of where the tile lies.
   FG_DEVICE Head head_at(const Place& place) const {
@@ -664,50 +535,33 @@ template <class T> struct Block {
     head.origin = int(a.q_start) + place.row0;
     return head;
   }
-  FG_DEVICE KeyTiles<BR, BC> classify(const Place& place, const Head& head) const {
+  FG_DEVICE fg::KeyTiles<Spec, BR, BC> classify(const Place& place, const Head& head) const {
     return {a, u, head, place.head, {place.row0, row_count(place)}};
-  }
-
-  // The present one, once the team has met: from shared memory, where it costs no registers and no division.
-  FG_DEVICE Place place() const { return {visits.noted(&Notes::head), visits.noted(&Notes::row0)}; }
-  FG_DEVICE void enter(const Place& place) { x = head_at(place); }
-  // By one thread: what the others read of it.
-  FG_DEVICE void note(const Place& place, const Head& head) const { note(visits.notes(), place, head); }
-  FG_DEVICE void note(QueryPlace* noted, const Place& place, const Head& head) const {
-    const int b = head.b - int(a.b_start), h = head.h - int(a.h_start),
-        hkv = unsigned(h) / (unsigned(a.heads) / unsigned(a.kv_heads));
-    if constexpr (P::tensor_copies) {  // slabs in the place of elements
-      fg::shared_store(&noted->k, fg::slab_of(maps->k, b, hkv));
-      fg::shared_store(&noted->v, fg::slab_of(maps->v, b, hkv));
-    } else {
-      fg::shared_store(&noted->k, first_of_k(a, b, hkv));
-      fg::shared_store(&noted->v, first_of_v(a, b, hkv));
-    }
-    fg::shared_store(&noted->head, place.head);
-    fg::shared_store(&noted->row0, place.row0);
   }
 
   // ---- prologue ----
 
   FG_DEVICE void run() {
-    if constexpr (self_loading) return run_self_loading();
+    if constexpr (has_producers) return this->run_with_producers();
+    if constexpr (self_loading) return this->run_self_loading();
     const Place place = locate(block_number(a));
-    enter(place);
+    if constexpr (!Spec::cached) enter(place);
     if (threadIdx.x == 0) note(place, x);
     load_q(place);
     begin(place);
 
     Team::barrier();  // the place of the block is known
 #pragma unroll 1
-    for (int window = 0; window < tiles(); window = visits.first() + WINDOW) {
-      find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify(this->place(), x));
+    for (int window = 0; window < tiles(); window = visits.first() + fg::WINDOW) {
+      fg::find_visits<Team>(visits.list, window, fg::min(window + fg::WINDOW, tiles()), classify(this->place(), x));
       if constexpr (P::warpgroups) multiply_window();
       else visit();
       Team::barrier();  // everyone is done with V before the next window's copies
     }
     fg::copy_async_wait<0>();
     const Place here = this->place();  // before O may take its room
-    Team::barrier();
+    if constexpr (!Spec::cached) Team::barrier();
+    if constexpr (Spec::f8_cached) this->to_sums(factor_of(a, a.v_factors, here.head));
     finish(here);
   }
   FG_DEVICE void load_q(const Place& place) {
@@ -719,6 +573,7 @@ template <class T> struct Block {
   // No key is seen yet.
   FG_DEVICE void begin(const Place& place) {
     fg::clear(o);
+    if constexpr (Spec::tangent) fg::clear(this->t_o);
     begin_rows(place);
   }
   FG_DEVICE void begin_rows(const Place& place) {
@@ -727,8 +582,13 @@ template <class T> struct Block {
     for (int r = 0; r < 2 * m_tiles; ++r) {
       const int row = first + 16 * (r / 2) + 8 * (r % 2);
       rows[r] = make_row(a, u, x, int(a.q_start) + place.row0 + fg::min(row, row_count(place) - 1));
+      if constexpr (Spec::norms) rows[r].qq = 0.0f;  // of rows that visit nothing
       row_max[r] = -INFINITY;
+      if constexpr (Spec::f8) this->begin_row(r);
+      if constexpr (Spec::tangent) this->t_base[r] = 0.0f;
       row_sum[r] = 0.0f;
+      if constexpr (Spec::tangent) this->t_sum[r] = 0.0f;
+      if constexpr (Spec::scaled_weights) row_scale[r] = 0.0f;
     }
   }
 
@@ -744,7 +604,7 @@ template <class T> struct Block {
     if constexpr (P::q_in_registers) {
       fg::copy_async_wait<2 * (stages - 1)>();
       fg::block_barrier();
-      fg::load(q_rows, q_tile(), warp_row);
+      fg::load(q_rows, this->ordered_q(), warp_row);
     }
     int n = 0;
 #pragma unroll 1
@@ -756,7 +616,7 @@ template <class T> struct Block {
   FG_DEVICE void load_k(int n) {
     if (n < visits.count()) {
       const int first = visits.tile(n) * BC;
-      const auto k = rows_of_k<T>(a, visits.noted(&Notes::k));
+      const auto k = rows_of_k<Stored>(a, visits.noted(&Notes::k));
       fg::copy_rows_async<threads, D>(k_tile(n), k, first, kv_len - first);
     }
     fg::copy_async_commit();
@@ -764,7 +624,7 @@ template <class T> struct Block {
   FG_DEVICE void load_v(int n) {
     if (n < visits.count()) {
       const int first = visits.tile(n) * BC;
-      const auto v = rows_of_v<T>(a, visits.noted(&Notes::v));
+      const auto v = rows_of_v<Stored>(a, visits.noted(&Notes::v));
       fg::copy_rows_async<threads, DV>(v_tile(n), v, first, kv_len - first);
     }
     fg::copy_async_commit();
@@ -782,145 +642,19 @@ template <class T> struct Block {
     fg::Accumulators<m_tiles, s_tiles> s;
     fg::clear(s);
     if constexpr (P::q_in_registers) fg::product(s, q_rows, k_tile(n), 0);
-    else fg::product(s, q_tile(), warp_row, k_tile(n), 0);
+    else fg::product(s, this->ordered_q(), warp_row, k_tile(n), 0);
+    if constexpr (Spec::f8_cached) this->to_dots(s);
 
     float shrink[2 * m_tiles];
-    if (scores<masked>(s, n, shrink)) rescale(shrink);
+    if (this->template scores<masked>(s, n, shrink)) rescale(shrink);
     exponentials(s);
+    if constexpr (dropped) this->drop(column0 + Base::own_key(), s);
 
     fg::copy_async_wait<2 * (stages - 1)>();
     fg::block_barrier();
     load_k(n + stages);
     // O += P V
     fg::product_across(o, s, v_tile(n), 0);
-  }
-
-  // Key `column`, counted from the first; past the last key it repeats that one, so that no hook leaves its tensors.
-  template <bool masked> FG_DEVICE Column make([[maybe_unused]] int n, int column0, int t, int e) const {
-    const int column = column0 + 8 * t + fg::fragment_column(e),
-        j = int(a.kv_start) + (masked ? fg::min(column, kv_len - 1) : column);
-    Column c = make_column(a, u, x, j);
-    // one conversion for the whole tile
-    c.near = fg::to_float(int(a.kv_start) + column0 + fg::fragment_column(0) - x.origin), c.step = float(8 * t + e);
-    return c;
-  }
-
-  // Products to scores (-inf where a pair is not kept), and the maxima of rows. O and the sums shrink only
-  // where a maximum has grown by more than 2^8 since the last time: until then weights stay below 2^8. Whether, and by
-  // what.
-  template <bool masked>
-  FG_DEVICE bool scores(fg::Accumulators<m_tiles, s_tiles>& s, int n, float (&shrink)[2 * m_tiles]) {
-    const int column0 = visits.tile(n) * BC;
-#pragma unroll
-    for (int t = 0; t < s_tiles; ++t)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        Column c = make<masked>(n, column0, t, e);
-#pragma unroll
-        for (int r = 0; r < 2 * m_tiles; ++r) {
-          [[maybe_unused]] float& value = s.at[r / 2][t][r % 2 * 2 + e];
-          value = score(a, u, x, rows[r], c, value);
-        }
-      }
-    if constexpr (masked) hide(s, column0);
-    float tops[2 * m_tiles][chains];
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-#pragma unroll
-      for (int n = 0; n < chains; ++n) tops[r][n] = -INFINITY;
-#pragma unroll
-      for (int n = 0; n < 2 * s_tiles; ++n) {
-        float& top = tops[r][n % chains];
-        top = fg::running_max(top, s.at[r / 2][n / 2][r % 2 * 2 + n % 2]);
-      }
-    }
-    float top[2 * m_tiles];
-    bool grown = false;
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-#pragma unroll
-      for (int n = chains / 2; n > 0; n /= 2)
-#pragma unroll
-        for (int k = 0; k < n; ++k) tops[r][k] = fg::running_max(tops[r][k], tops[r][k + n]);
-      top[r] = fg::row_max(tops[r][0]);
-      grown = grown || top[r] > row_max[r] + 5.54517744f;
-    }
-    if (fg::ballot(grown) == 0) return false;
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-      top[r] = fg::running_max(row_max[r], top[r]);
-      shrink[r] = top[r] == -INFINITY ? 1.0f : fg::exp2_approximate((row_max[r] - top[r]) * 1.44269504f);
-      row_max[r] = top[r];
-      row_sum[r] *= shrink[r];
-    }
-    return true;
-  }
-  // What rows do not keep of a masked tile, and what lies past the last key. By rows, so that a lane's neighbouring
-  // bits are asked together.
-  FG_DEVICE void hide(fg::Accumulators<m_tiles, s_tiles>& s, int column0) const {
-    const int first = column0 + fg::fragment_column(0);
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-      const auto kept = keys_of_row<s_tiles>(a, u, x, rows[r], int(a.kv_start) + first, kv_len - first);
-#pragma unroll
-      for (int t = 0; t < s_tiles; ++t)
-#pragma unroll
-        for (int e = 0; e < 2; ++e)
-          if (!kept.has(t, e)) s.at[r / 2][t][r % 2 * 2 + e] = -INFINITY;
-    }
-  }
-  // What a row's exponents are less: its maximum in base 2. Where that is so large that its rounding would show, and
-  // where nothing is kept so far (exp2(-inf + inf) would be NaN), it is 0, and scores are counted from the maximum
-  // itself.
-  FG_DEVICE static bool is_far(float top) { return !(fg::abs(top * 1.44269504f) <= fg::MOST_OFFSET); }
-  FG_DEVICE static float offset_of(float top) { return is_far(top) ? 0.0f : top * 1.44269504f; }
-  FG_DEVICE void count_from_maxima(fg::Accumulators<m_tiles, s_tiles>& s) const {
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-      const float top = is_far(row_max[r]) && row_max[r] != -INFINITY ? row_max[r] : 0.0f;
-#pragma unroll
-      for (int t = 0; t < s_tiles; ++t)
-#pragma unroll
-        for (int e = r % 2 * 2; e < r % 2 * 2 + 2; ++e) s.at[r / 2][t][e] = __fadd_rn(s.at[r / 2][t][e], -top);
-    }
-  }
-  // Weights of exponents that are `shift` less for each row, and their sums.
-  FG_DEVICE static void exponentials(
-      fg::Accumulators<m_tiles, s_tiles>& s, const float (&shift)[2 * m_tiles], float (&sums)[2 * m_tiles][chains]) {
-#pragma unroll
-    for (int m = 0; m < m_tiles; ++m)
-#pragma unroll
-      for (int t = 0; t < s_tiles; ++t)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& value = s.at[m][t][e];
-          value = fg::exp2_approximate(value * 1.44269504f - shift[2 * m + e / 2]);
-          sums[2 * m + e / 2][(2 * t + e % 2) % chains] += value;
-        }
-  }
-  // P = exp(S - max)
-  FG_DEVICE void exponentials(fg::Accumulators<m_tiles, s_tiles>& s) {
-    float shift[2 * m_tiles], sums[2 * m_tiles][chains] = {};
-    bool far = false;
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-      shift[r] = offset_of(row_max[r]);
-      far = far || is_far(row_max[r]);
-    }
-    if (fg::ballot(far) != 0) count_from_maxima(s);
-    exponentials(s, shift, sums);
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r)
-#pragma unroll
-      for (int n = 0; n < chains; ++n) row_sum[r] += sums[r][n];
-  }
-
-  FG_DEVICE void rescale(const float (&shrink)[2 * m_tiles]) {
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r)
-#pragma unroll
-      for (int t = 0; t < o_tiles; ++t)
-        o.at[r / 2][t][r % 2 * 2] *= shrink[r], o.at[r / 2][t][r % 2 * 2 + 1] *= shrink[r];
   }
 
   // ---- by warpgroups, as FlashAttention-3 ----
@@ -933,16 +667,26 @@ template <class T> struct Block {
   FG_DEVICE static int group() { return fg::warpgroup_index<groups>(); }
 
   FG_DEVICE void multiply_window() {
+    int list = 0;  // without producer warps there is one
+    multiply_window(list);
+  }
+  FG_DEVICE void multiply_window([[maybe_unused]] int& list) {
     await_q();
-    if (visits.count() == 0) return release_q();
+    if (visits.count() == 0) {
+      if constexpr (overlaps_next) this->let_next_start(list);
+      return release_q();
+    }
+    if constexpr (Spec::sqdist && P::tensor_copies) this->take_norms_of_rows();
     if constexpr (!P::tensor_copies) copy_next_part(0);
     Weights p;
-    if (visits.partials() > 0) first<true>(p);
-    else first<false>(p);
+    if (visits.partials() > 0) first<true>(p, list);
+    else first<false>(p, list);
+    if constexpr (P::prefetches_next && self_loading) this->copy_next_list();
     int n = 1;
     multiply_visits(p, n);
-    release_q();
-    await_part(n);
+    if constexpr (!overlaps_next) release_q();  // else it has been
+    if constexpr (overlaps_next) this->await_v(n - 1);
+    else if constexpr (!P::prefetches_next || !self_loading) await_part(n);  // else it has been waited for
     fg::begin_products(o, p);
     fg::start_product_across(o, p, v_tile(n - 1));
     fg::warpgroup_commit();
@@ -958,34 +702,51 @@ template <class T> struct Block {
     for (; n < visits.count(); ++n) step_by_warpgroups<false>(p, n);
   }
 
-  template <bool masked> FG_DEVICE void first(Weights& p) {
+  template <bool masked> FG_DEVICE void first(Weights& p, [[maybe_unused]] int list) {
     await_part(0);
+    if constexpr (overlaps_next) this->await_start(list);
     fg::Accumulators<1, s_tiles> s;
     fg::begin_products(s);
     fg::start_product(s, q_tile(), 64 * group(), k_tile(0));
     fg::warpgroup_commit();
     if constexpr (self_loading)
       if (visits.count() == 1) fetch_next_work_tile();
+    if constexpr (overlaps_next) this->pass_turn();
+    if constexpr (Base::shows_columns && !has_producers) this->fetch_columns(1);
+    if constexpr (Spec::sqdist) this->take_norms(0);
+    if constexpr (masked && Base::shows_columns && has_producers) this->await_columns(0);
     fg::wait_products<0>(s);
+    if constexpr (Spec::f8)
+      if (this->dot_unit != 1.0f) this->multiply_sums(s, this->dot_unit);
     float shrink[2];  // of what the windows before have left in O
-    if (scores<masked>(s, 0, shrink)) rescale(shrink);
+    if (this->template scores<masked>(s, 0, shrink)) rescale(shrink);
     weigh_tile<masked>(s, 0);
-    release_part(0);
+    if constexpr (overlaps_next && Base::shows_columns) this->release_k(0);
+    if constexpr (!overlaps_next) release_part(0);
+    if constexpr (Base::shows_columns && !has_producers) this->put_columns(1);
+    if constexpr (scaled) this->scale(s);
     fg::round_into(p, s);
+    if constexpr (dropped && !Spec::f8) this->drop(p, 0);
   }
 
   template <bool masked> FG_DEVICE void step_by_warpgroups(Weights& p, int n) {
     await_part(n);
+    if constexpr (overlaps_next) this->await_turn();
     fg::Accumulators<1, s_tiles> s;
     fg::begin_products(s, o, p);
     fg::start_product(s, q_tile(), 64 * group(), k_tile(n));
     fg::warpgroup_commit();
     fg::start_product_across(o, p, v_tile(n - 1));
     fg::warpgroup_commit();
-    follow_part(n);
+    if constexpr (overlaps_next) this->pass_turn();
+    if constexpr (P::tensor_copies) this->follow_part(n);
+    if constexpr (Spec::sqdist) this->take_norms(n);
+    if constexpr (masked && Base::shows_columns && has_producers) this->await_columns(n);
     fg::wait_products<1>(s);
+    if constexpr (Spec::f8)
+      if (this->dot_unit != 1.0f) this->multiply_sums(s, this->dot_unit);
     float shrink[2];
-    const bool grown = scores<masked>(s, n, shrink);
+    const bool grown = this->template scores<masked>(s, n, shrink);
     weigh_tile<masked>(s, n);
     if (grown) {  // two waits: with one, the assembler would move it before the exponentials
       fg::wait_products<0>(o, p);
@@ -994,7 +755,11 @@ template <class T> struct Block {
       fg::wait_products<0>(o, p);
     }
     release_part(n);
+    if constexpr (Base::shows_columns && !has_producers) this->put_columns(n + 1);
     fg::round_into(p, s);
+    if constexpr (dropped && !Spec::f8) this->drop(p, n);
+    if constexpr (Spec::f8)
+      if (n % P::tiles_of_sums == 0) this->keep_sums();  // when registers have no scores
   }
 
   // Scores to P.
@@ -1026,6 +791,8 @@ template <class T> struct Block {
     if constexpr (P::tensor_copies) q_signals().await(visits.noted(&Notes::ordinal));
   }
   FG_DEVICE void release_q() const {
+    if constexpr (has_producers)
+      if (this->ends()) this->q_signals().release(visits.noted(&Notes::ordinal));
   }
   // Without warps that copy, where the places of part n are free.
   FG_DEVICE void copy_next_part(int n) {
@@ -1063,6 +830,7 @@ template <class T> struct Block {
       copy_next_part(n + 1);
       // late, so that none waits for this block while others have nothing to do
       if (n + 1 == visits.count()) fetch_next_work_tile();
+      if constexpr (Base::shows_columns) this->fetch_columns(n + 1);
     }
   }
 
@@ -1078,7 +846,7 @@ template <class T> struct Block {
   // By one thread: what the others read of a list beside the visits.
   FG_DEVICE void note(const Place& place, const Head& head, int window, int ordinal) const {
     note(place, head);
-    fg::shared_store(&visits.notes()->edges, (window == 0 ? BEGINS : 0) | (window + WINDOW >= tiles() ? ENDS : 0));
+    fg::shared_store(&visits.notes()->edges, (window == 0 ? BEGINS : 0) | (window + fg::WINDOW >= tiles() ? ENDS : 0));
     fg::shared_store(&visits.notes()->ordinal, ordinal);
   }
   // -- where those who multiply do all --
@@ -1086,6 +854,7 @@ template <class T> struct Block {
 
   FG_DEVICE void run_self_loading() {
     if (threadIdx.x == 0) {
+      if constexpr (P::prefetches_next) fg::shared_store(&this->next_place()->head, NO_MORE);
       q_signals().make(false, threads, 1);
       signals().make(false, threads, 1);
       // As if query tile -1 had ended.
@@ -1105,6 +874,8 @@ template <class T> struct Block {
       Team::barrier();  // the list is there
       if (visits.count() == 0) fetch_next_work_tile(), look_ahead();  // else while the last visit is worked on
       if (visits.count() == NO_MORE) return;
+      if constexpr (Base::moves)
+        if (begins()) this->move_to(this->sequence());
       if (begins()) {
         const Place place = this->place();
         enter(place);
@@ -1118,9 +889,9 @@ template <class T> struct Block {
   // and starts what it begins with.
   FG_DEVICE void advance_window() {
     const bool another = ends();
-    const int ordinal = visits.noted(&Notes::ordinal) + another, window = another ? 0 : visits.first() + WINDOW;
+    const int ordinal = visits.noted(&Notes::ordinal) + another, window = another ? 0 : visits.first() + fg::WINDOW;
     const int used = visits.count() > 0 ? visits.count() + 1 : 0;  // parts of the present list
-    if (knows_next()) fg::shared_store(&visits.notes()->next, next_work_tile);
+    if (fg::knows_next()) fg::shared_store(&visits.notes()->next, next_work_tile);
     Team::barrier();
     const int number = is_short() ? fg::shared_load(&opened()->number)
         : visits.noted(another ? &Notes::next : &Notes::number);
@@ -1129,11 +900,13 @@ template <class T> struct Block {
       Team::barrier();
       return;
     }
+    if constexpr (Base::moves)
+      if (another) this->move_to(noted(this->next_sequence()));
     if (is_short()) return open(ordinal, used);
     if (threadIdx.x == 0) pass_parts(used, 0), pass_parts(used, 1);
     const Place place = locate(number);
     const Head head = prepare(place, number, window, ordinal);
-    find_visits<Team>(visits.list, window, fg::min(window + WINDOW, tiles()), classify(place, head));
+    fg::find_visits<Team>(visits.list, window, fg::min(window + fg::WINDOW, tiles()), classify(place, head));
     if (threadIdx.x == 0 && visits.count() > 0) start_part(0), start_part(1);
   }
   // Where one window has all, and a word a bit for each key tile, a warp looks at the next query tile while the last
@@ -1141,7 +914,7 @@ template <class T> struct Block {
   FG_DEVICE bool is_short() const { return tiles() <= 32; }
   FG_DEVICE OpenedTile* opened() const { return reinterpret_cast<OpenedTile*>(memory + Memory::OPENED); }
   FG_DEVICE void look_ahead() const {
-    if (NextTeam::warp() != 0 || !is_short()) return;
+    if (fg::NextTeam::warp() != 0 || !is_short()) return;
     const int number = fg::shuffle(next_work_tile, 0), lane = fg::lane_index();
     if (lane == 0) fg::shared_store(&opened()->number, number);
     if (number >= work_tiles()) return;
@@ -1203,7 +976,7 @@ template <class T> struct Block {
       if (n % stages == stage) fg::mbarrier_expect(signals().full(n), 0);
   }
   FG_DEVICE void fetch_next_work_tile() {
-    if (knows_next() && ends()) next_work_tile = fetch_work_tile(tile_counter_of(a), work_tiles());
+    if (fg::knows_next() && ends()) next_work_tile = fg::fetch_work_tile(tile_counter_of(a), work_tiles());
   }
   // What is done once it is known where a window's query tile lies.
   FG_DEVICE Head prepare(const Place& place, int number, int window, int ordinal) const {
@@ -1223,48 +996,13 @@ template <class T> struct Block {
   // Scales O by its rows' denominators and writes it, and the log-sum-exps.
   FG_DEVICE void finish(const Place& place) {
     float factors[2 * m_tiles];
+    if constexpr (Spec::f8) this->add_kept_sums();
     close_rows(place, factors);
     write(place, factors);
   }
-  // Writes the log-sum-exps; what O is to be multiplied by.
-  FG_DEVICE void close_rows(const Place& place, float (&factors)[2 * m_tiles]) const {
-    const int count = row_count(place), warp_row = fg::warp_index() * 16 * m_tiles;
-    const int64_t first_row = int64_t(place.head) * rows_apart(a) + place.row0;
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-      const int row = warp_row + 16 * (r / 2) + fg::fragment_row(r % 2 * 2);
-      const float sum = fg::row_sum(row_sum[r]);
-      [[maybe_unused]] const Row row_ = make_row(a, u, x, int(a.q_start) + place.row0 + fg::min(row, count - 1));
-      const float in_common = row_score(a, u, x, row_);
-      const bool far = is_far(row_max[r]);
-      // What exponents in the sum are counted from: in base 2, where it is far in base e.
-      const float from = far ? __fmul_rn(row_max[r], 1.0f) : offset_of(row_max[r]);
-      const float top = from, denominator = sum;
-      // A denominator is at least 2^-8; what O is rounded to is coarser by far than the quotient.
-      if constexpr (sizeof(T) == 2) factors[r] = denominator == 0.0f ? 0.0f : fg::reciprocal_approximate(denominator);
-      else factors[r] = denominator == 0.0f ? 0.0f : 1.0f / denominator;
-      if (a.lse && row < count && fg::fragment_column(0) == 0) {
-        const float log = fg::log2(denominator);
-        // large ones cancel first
-        const float whole = far ? (in_common + top) + log * fg::LN_2 : in_common + (top + log) * fg::LN_2;
-        const float lse = denominator == 0.0f ? -INFINITY : whole;
-        fg::global_store(a.lse + first_row + row, lse);
-        if (a.lse_parts) {
-          float2 parts = {0.0f, 0.0f};
-          if (fg::is_extreme(lse)) {
-            // the offset that sums began at was rounded
-            const float below = far ? 0.0f : __fmaf_rn(-row_max[r], 1.44269504f, from);
-            const float both = row_max[r] + in_common, rounded = row_max[r] - (both - in_common);
-            parts = {both, log + below + rounded * fg::LOG2_E};
-          }
-          fg::global_store(reinterpret_cast<float2*>(a.lse_parts) + first_row + row, parts);
-        }
-      }
-    }
-  }
   FG_DEVICE void write(const Place& place, [[maybe_unused]] const float (&factors)[2 * m_tiles]) {
-    const int count = row_count(place), warp_row = fg::warp_index() * 16 * m_tiles;
-    rescale(factors);
+    const int count = row_count(place), warp_row = this->first_own_row();
+    if constexpr (Spec::normalised || Spec::dropout || Spec::f8) rescale(factors);
     if constexpr (P::tensor_copies) {
 #pragma unroll
       for (int m = 0; m < m_tiles; ++m)
@@ -1293,5 +1031,5 @@ template <class T> struct Block {
 
 extern "C" __global__ void __launch_bounds__(ForwardPlan<fg::bfloat_t>::threads, ForwardPlan<fg::bfloat_t>::blocks)
 alibi_d64_forward_bf16(const __grid_constant__ Arguments a, const __grid_constant__ ForwardMaps maps) {
-  forward::Block<fg::bfloat_t>(a, &maps).run();
+  forward::Block<forward::Kernel<fg::bfloat_t>>(a, a, &maps).run();
 }

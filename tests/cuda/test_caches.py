@@ -142,8 +142,8 @@ MISTAKES_OF_MANY = {
 # Of first tiles that are asked for before any is listed.
 MISTAKES_OF_FIRST = {
     "the first tile alone": (
-        "k_rows, rows_of_k<T>(a, 0).by_row, (first + n) * BC);",
-        "k_rows, rows_of_k<T>(a, 0).by_row, first * BC);",
+        "k_rows, rows_of_k<Stored>(a, 0).by_row, (first + n) * BC);",
+        "k_rows, rows_of_k<Stored>(a, 0).by_row, first * BC);",
     ),
     "where something is masked": ("k_rows && !whole.may_be_false", "k_rows"),
     "they are asked for again": ("if (!asked) {", "if (true) {"),
@@ -351,10 +351,10 @@ NARROW_MISTAKES = {
     "Q is no operand yet": ("fg::order_columns<threads, E>(q_tile(), units());", ""),
     "Q is one at once": ("fg::copy_async_wait<2 * stages - 1>();", ""),
     "columns of Q by another order": ("n % 8 / 2 * 4 + n / 8 * 2 + n % 2", "n"),
-    "rows keep their scale": ("* unit * k_factor", "* k_factor"),
-    "sums as they come out": ("fg::order_sums(o);", ""),
+    "rows keep their scale": ("* unit * Base::k_factor", "* Base::k_factor"),
+    "sums as they come out": ("order_sums(o);", ""),
     "columns next to each other": ("const uint32_t word = even_bytes_first(r[i]);", "const uint32_t word = r[i];"),
-    "weights as far above as they are counted": ("v_factor * LESS_HEADROOM", "v_factor"),
+    "weights as far above as they are counted": ("v_factor * Base::LESS_HEADROOM", "v_factor"),
 }
 
 
@@ -420,7 +420,7 @@ def test_what_keeps_kernels_inside_is_needed(bad: str, monkeypatch: pytest.Monke
 def test_other_kernels_know_of_no_caches(target: str) -> None:
     spec, _ = emitted(ONE_BY_ONE)
     for rows in (DENSE, RAGGED):
-        text = compiled(kernel_variant(spec, spec.head_dims[0], rows), GPUS[target]).source.whole
+        text = compiled(kernel_variant(spec, spec.head_dims[0], rows), GPUS[target]).source.text
         assert not any(word in text for word in ("CachedRows", "block_table", "merge", "splits"))
 
 

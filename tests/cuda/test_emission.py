@@ -103,22 +103,25 @@ def test_values_are_placed_at_their_level() -> None:
 
 
 def test_the_scale_folds_into_one_multiplication_and_addition() -> None:
-    text = emitted(CAUSAL).whole
-    assert "exp2_approximate(value * 0.18033688f - shift[2 * m + e / 2])" in text
-    assert "exp2_approximate(value * 1.44269504f - shift[2 * m + e / 2])" in emitted(EVERYTHING).whole
+    causal, everything = emitted(CAUSAL), emitted(EVERYTHING)
+    assert "exp2_approximate(value * factor() - shift[2 * m + e / 2])" in causal.whole
+    assert re.search(r"float factor\(.*\) { return 0\.18033688f; }", causal.text)
+    assert re.search(r"float factor\(.*\) { return 1\.44269504f; }", everything.text)
 
 
 def test_masks_are_read_in_the_loop_over_partial_tiles_alone() -> None:
-    body = section(emitted(CAUSAL).whole, "template <class T> struct Block")
-    assert len(re.findall(r"\bkeep\(", body)) == 1
-    assert "if (masked && !keep(" in body
-    assert "if (masked && column0 + BC > kv_len) hide_the_end(" in body
+    headers = dict(emitted(CAUSAL).headers)
+    weights = headers["flashgen/forward/exponentials.cuh"]
+    body = section(emitted(CAUSAL).text, "template <class Kernel> struct Block")
+    assert len(re.findall(r"\bkeep\(", "".join((*headers.values(), body)))) == 1
+    assert len(re.findall(r"if constexpr \(masked && !Spec::keys_of_row\)\n +if \(!Base::is_kept\(", weights)) == 1
+    assert "else if constexpr (masked) {\n      if (column0 + BC <= kv_len) return;" in weights
     assert "step<true>(n)" in body
     assert "step<false>(n)" in body
 
 
 def test_nothing_is_written_that_a_spec_does_not_use() -> None:
-    plain = emitted("attention plain { head_dim 64 }").whole
+    plain = emitted("attention plain { head_dim 64 }").text
     for word in ("draws_squares", "squared_norms", "Adder", "observe_", "sink_score", "Bins"):
         assert word not in plain
         assert word in emitted(EVERYTHING).whole

@@ -91,8 +91,8 @@ PASSING_MISTAKES = {
         {FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
     ),
     "K of the next tile into a place that is not free": (
-        "if (n + 1 == visits.count() && knows_next()) begin_next(n + 1);",
-        "if (n + 1 == visits.count() && knows_next()) begin_next(n);",
+        "if (n + 1 == visits.count() && fg::knows_next()) begin_next(n + 1);",
+        "if (n + 1 == visits.count() && fg::knows_next()) begin_next(n);",
         {FaultKind.RACE, FaultKind.NOT_AWAITED},
     ),
     "the next list before everyone sees it": (

@@ -135,14 +135,15 @@ MISTAKES: dict[str, tuple[int | str, str, str, set[FaultKind]]] = {
     ),
     "K is given back before its scores are there": (
         2,
-        r"    fg::wait_products<pending>\(s\);\n(    release_q_of_last\(n\);\n    release_k\(n\);\n)",
+        r"    fg::wait_products<pending>\(s\);\n(    release_q_of_last\(n\);\n    if constexpr .*release_k\(n\);\n)",
         r"\1    fg::wait_products<pending>(s);\n",
         {FaultKind.RACE, FaultKind.NOT_AWAITED},
     ),
     "what the mask reads is given back with K": (
         PADDING,
         (
-            r"(?s)(    release_q_of_last\(n\);\n)(    float shrink\[2\];\n    bool grown = false;\n.{1,300}?    }\n)"
+            r"(?s)(    release_q_of_last\(n\);\n)((?-s:.*\n){2}    float shrink\[2\];\n"
+            r"    bool grown = false;\n.{1,300}?    }\n)"
             r"    release_k\(n\);\n"
         ),
         r"\1    release_k(n);\n\2",
@@ -204,8 +205,8 @@ MISTAKES: dict[str, tuple[int | str, str, str, set[FaultKind]]] = {
     ),
     "no turn after a list without visits": (
         2,
-        r"return let_next_start\(list\), release_q\(\);",
-        "return release_q();",
+        r"if constexpr \(overlaps_next\) this->let_next_start\(list\);",
+        "",
         {FaultKind.MBARRIER, FaultKind.DEADLOCK},
     ),
     "O is not cleared": (2, r"    clear_by_moves\(\);\n", "", set[FaultKind]()),
@@ -217,7 +218,7 @@ MISTAKES: dict[str, tuple[int | str, str, str, set[FaultKind]]] = {
     ),
     "a list that is given back before its last visit is known": (
         2,
-        r"(      const bool done = ends\(\);\n      parts_before .*\n)(      list_signals\(\)\.release\(list\);\n)",
+        r"(      const bool done = ends\(\);\n      if constexpr .*\n)(      list_signals\(\)\.release\(list\);\n)",
         r"\2\1",
         {FaultKind.RACE},
     ),

@@ -17,7 +17,8 @@ from tests.cuda.helpers import emitted
 from tests.cuda.nvrtc import needs_nvrtc
 from tests.emulator.helpers import launch
 
-NAMES = sorted(f"flashgen/{each.name}" for each in (shipped("templates") / "include" / "flashgen").iterdir())
+INCLUDE = shipped("templates") / "include"
+NAMES = sorted(each.relative_to(INCLUDE).as_posix() for each in INCLUDE.rglob("*.*"))
 CAUSAL = "attention causal { head_dim 64 mask causal }"
 STORE = """
 #include "flashgen/updates.cuh"

@@ -43,7 +43,7 @@ def test_forward_tiles_are_those_of_other_scores(width: str) -> None:
 def test_several_windows_of_tiles(schedule: str) -> None:
     """Norms of rows stay from window to window, those of keys follow the parts."""
     mask = f"mask window_left(100) and causal and {ALL}"
-    text, windows = f"head_dim 16  score -sqdist / 4  {mask}  {schedule}", r"(window \+=? |first\(\) \+ )WINDOW"
+    text, windows = f"head_dim 16  score -sqdist / 4  {mask}  {schedule}", r"(window \+=? |first\(\) \+ )fg::WINDOW"
     op = changed(f"windows_of_norms_{schedule == SERVED}", text, "forward", windows, r"\g<1>2", count=5)
     q, k, v = random(1, 2, 700, 16, seed=0), random(1, 2, 700, 16, seed=1), random(1, 2, 700, 16, seed=2)
     exact = op.reference(q, k, v, dtype=torch.float64)
@@ -60,7 +60,7 @@ def test_from_tile_to_tile() -> None:
     assert (op(q, k, v, doc=doc).double() - exact).abs().max() < 0.02
 
 
-TAKE = "if (n < count) measure<BESIDE>(n, Measurers::thread());"
+TAKE = "if (n < count) Base::template measure<BESIDE>(n, Measurers::thread());"
 SAY = "fg::mbarrier_arrive(norm_signals().full(parts_before + n));"
 # Where it is, what was planted, what the emulator may call it.
 MISTAKES = {
@@ -72,7 +72,7 @@ MISTAKES = {
     ),
     "served, norms that nobody awaits": (
         SERVED,
-        "return norm_signals().await(parts_before + n);",
+        "return this->norm_signals().await(parts_before + n);",
         "return;",
         {FaultKind.RACE, FaultKind.UNINITIALIZED},
     ),
@@ -90,7 +90,7 @@ MISTAKES = {
     ),
     "served, one place for the norms of two tiles": (
         SERVED,
-        " + fg::stage_of<norm_places>(parts_before + n) * BC",
+        " + stage_of<norm_places>(part_of(n)) * BC",
         "",
         {FaultKind.RACE},
     ),

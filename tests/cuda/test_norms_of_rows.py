@@ -47,10 +47,13 @@ def test_which_scores_are_without(body: str, split: bool) -> None:
 @pytest.mark.parametrize("target", KINDS)
 def test_a_pair_takes_one_operation(target: str) -> None:
     """The forward pass forms no distance."""
-    text = emitted("attention a { head_dim 64  score -0.5 * sqdist }", target).whole
+    source = emitted("attention a { head_dim 64  score -0.5 * sqdist }", target)
+    text, pairs = source.text, dict(source.headers)["flashgen/forward/pairs.cuh"]
     assert "  return dot + c.from_norm;\n" in text
     forward, _, backward = text.partition("// ---- Backward")
-    assert forward.count("squared_distance(") == 1  # where it is defined
+    assert "squared_distance(" not in forward
+    assert " norms = true" in text
+    assert "else if constexpr (Spec::sqdist && !Spec::norms) return score(" in pairs
     assert backward.count("score(a, u, x, r, c, dot);") == 2
 
 

@@ -30,8 +30,8 @@ OF_STORES = {
 }
 OF_ALONE = {
     "the next sequence too early": ("if (ended) move_to(sequence_before);", ""),
-    "the sequence before": ("if (begins()) move_to(this->sequence());", ""),
-    "the next sequence unknown": ("if (another) move_to(noted(next_sequence()));", ""),
+    "the sequence before": ("if (begins()) this->move_to(this->sequence());", ""),
+    "the next sequence unknown": ("if (another) this->move_to(noted(this->next_sequence()));", ""),
 }
 OF_SERVED = {
     "a tile before it is known": (

@@ -56,20 +56,21 @@ EARLY = {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED, FaultKi
 MISTAKES: dict[str, tuple[str, str, str, set[FaultKind]]] = {
     "sums are never too large": (
         "three warpgroups",
-        r"if \(fg::ballot\(grown\) != 0\) return false;\n    row_sum\[0\]",
+        r"if \(ballot\(grown\) != 0\) return false;\n    row_sum\[0\]",
         "row_sum[0]",
         set(),
     ),
     "products are added to weights": (
         "three warpgroups",
-        r"(void multiply_again.*\n)    fg::clear\(s\);\n",
+        r"(void multiply_again.*\n)    clear\(s\);\n",
         r"\1",
         set(),
     ),
     "K is given back before it is multiplied again": (
         "two places of Q",
         (
-            r"(?s)(    release_q_of_last\(n\);\n)(    float shrink\[2\];\n    bool grown = false;\n.{1,300}?    }\n)"
+            r"(?s)(    release_q_of_last\(n\);\n)((?-s:.*\n){2}    float shrink\[2\];\n"
+            r"    bool grown = false;\n.{1,300}?    }\n)"
             r"    release_k\(n\);\n"
         ),
         r"\1    release_k(n);\n\2",

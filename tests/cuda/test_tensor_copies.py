@@ -122,7 +122,7 @@ def test_several_windows_of_tiles(schedule: str) -> None:
     assert (op(q, k, v).double() - exact).abs().max() < 0.01
 
 
-WINDOWS = r"(window \+=? |first\(\) \+ )WINDOW"
+WINDOWS = r"(window \+=? |first\(\) \+ )fg::WINDOW"
 
 
 @pytest.mark.parametrize("mask", [SHORT, LONG])

@@ -142,7 +142,7 @@ def test_maxima_that_grow_from_tile_to_tile(shift: float) -> None:
 @pytest.mark.parametrize("text", one_of(3, [CAUSAL, ALL, f"{ALL}  {PINNED}"]))
 def test_windows_of_a_few_tiles(text: str) -> None:
     """Turns go on from window to window, whatever number of tiles each has."""
-    windows = r"(window \+=? |first\(\) \+ )WINDOW"
+    windows = r"(window \+=? |first\(\) \+ )fg::WINDOW"
     for tiles in (1, 2, 3):
         op = changed(f"windows_{tiles}_{len(text)}", text, "forward", windows, rf"\g<1>{tiles}", count=3)
         for shift in (0.0, 9.0):

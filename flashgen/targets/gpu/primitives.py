@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from flashgen.emit.environment import environment
 from flashgen.ir.types import ElementType
 
-_ALWAYS = ("captured", "fragments", "math", "observed", "reduce", "shared_tile", "team", "types")
+_ALWAYS = ("captured", "fragments", "math", "observed", "reduce", "shared_tile", "spec", "team", "types")
 
 C_TYPES: Mapping[ElementType, str] = {
     ElementType.F16: "fg::half_t",

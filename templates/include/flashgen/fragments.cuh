@@ -17,6 +17,17 @@ FG_DEVICE int fragment_column(int e) { return lane_index() % 4 * 2 + e % 2; }
 
 template <int m_tiles, int n_tiles> struct Accumulators {
   float at[m_tiles][n_tiles][4];
+
+  // visit(element) for those of row r of a lane's, in the order of their columns; the same by what rows are multiplied by.
+  template <class Visit> FG_DEVICE void for_row(int r, const Visit& visit) {
+#pragma unroll
+    for (int n = 0; n < n_tiles; ++n)
+#pragma unroll
+      for (int e = r % 2 * 2; e < r % 2 * 2 + 2; ++e) visit(at[r / 2][n][e]);
+  }
+  FG_DEVICE void scale_row(int r, float factor) {
+    for_row(r, [factor](float& element) { element *= factor; });
+  }
 };
 template <int m_tiles, int n_tiles> FG_DEVICE void clear(Accumulators<m_tiles, n_tiles>& d) {
 #pragma unroll

@@ -65,15 +65,20 @@ FG_DEVICE void start_product(Accumulators<1, n_tiles>& d, TileA a, int row, Tile
     warpgroup_multiply<T, false, false>(
         d.at[0], advance(left, bytes_along<TileA>(inner)), advance(right, bytes_along<TileB>(inner)), inner > 0);
 }
-// Starts D += A B; B's rows from `row` of its tile on are the inner dimension, its columns those of its tile.
+// Starts D += A B; B's rows from `row` of its tile on are the inner dimension, its columns those of its tile: more than an
+// instruction has are those of all rows.
 template <int n_tiles, class T, int inner_size, class TileB>
 FG_DEVICE void start_product_across(
     Accumulators<1, n_tiles>& d, const LeftRows<T, 1, inner_size>& a, TileB b, int row = 0) {
   static_assert(TileB::rows % inner_size == 0 && 8 * n_tiles == TileB::columns, "operands are of one inner dimension");
-  const SharedMatrix right = matrix_of(b, row, 0);
+  if constexpr (n_tiles > 32) {
+    start_wide_across(d, a, b);
+  } else {
+    const SharedMatrix right = matrix_of(b, row, 0);
 #pragma unroll
-  for (int inner = 0; inner < inner_size; inner += 16)
-    warpgroup_multiply<T, true>(d.at[0], a.at[0][inner / 16].r, advance(right, bytes_across<TileB>(inner)), true);
+    for (int inner = 0; inner < inner_size; inner += 16)
+      warpgroup_multiply<T, true>(d.at[0], a.at[0][inner / 16].r, advance(right, bytes_across<TileB>(inner)), true);
+  }
 }
 // Starts D = Aᵀ B, or one that is added, over the rows of both tiles; D's rows are columns row … of A, its columns are columns column …
 // of B.

@@ -42,8 +42,8 @@ FG_DEVICE void start_product(Accumulators<1, n_tiles>& d, SharedTile<f8e4m3, a_r
 }
 // Starts D += A Bᵀ of an A in registers; B's columns are the rows of its tile.
 template <int n_tiles, int inner_size, int b_rows>
-FG_DEVICE void start_product_of_turned(Accumulators<1, n_tiles>& d, const LeftRows<f8e4m3, 1, inner_size>& a,
-                                       SharedTile<f8e4m3, b_rows, inner_size> b) {
+FG_DEVICE void start_product_across(Accumulators<1, n_tiles>& d, const LeftRows<f8e4m3, 1, inner_size>& a,
+                                    SharedTile<f8e4m3, b_rows, inner_size> b) {
   static_assert(b_rows == 8 * n_tiles && inner_size % 32 == 0, "whole products");
   const SharedMatrix right = rows_of(b, 0);
 #pragma unroll

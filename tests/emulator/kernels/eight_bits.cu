@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(128) weigh(const Arguments given) {
   fg::round_into(p, s);
   fg::clear(d);
   fg::begin_products(d, p);
-  fg::start_product_of_turned(d, p, turned);
+  fg::start_product_across(d, p, turned);
   fg::warpgroup_commit();
   fg::wait_products<0>(d, p);
   for (int t = 0; t < 8; ++t)

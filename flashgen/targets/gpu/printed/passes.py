@@ -31,8 +31,9 @@ from flashgen.targets.gpu.tiles import GpuPlan
 
 # What templates ask of a schedule: of every one, forward, and of dK and dV.
 _OF_SCHEDULES = ("warps", "stages", "split", "s_columns", "warpgroups", "producers", "blocks", "threads")
-_OF_FORWARD = ("cluster", "tensor_copies", "pairs_staged", "q_in_registers", "overlaps_next", "q_places")
-_OF_BACKWARD = ("cluster", "tensor_copies", "pairs_staged", "persistent")
+_OF_BOTH = ("cluster", "tensor_copies", "pairs_staged", "prefetches_next")
+_OF_FORWARD = (*_OF_BOTH, "q_in_registers", "overlaps_next", "q_places", "ping_pong")
+_OF_BACKWARD = (*_OF_BOTH, "persistent")
 
 
 @dataclass(frozen=True)
@@ -46,18 +47,12 @@ class Constants:
 
 @dataclass(frozen=True)
 class ForwardCode:
-    """The forward pass.
-
-    ``shows_columns``: what the mask reads by column comes with the tile; ``wide``: V has more columns than a product
-    of warpgroups; ``across``: what starts P·V.
-    """
+    """The forward pass; ``shows_columns``: what the mask reads by column comes with the tile."""
 
     tiles: Forward
     constants: Constants
     memory: Printed
     shows_columns: bool
-    wide: bool
-    across: str
 
 
 @dataclass(frozen=True)
@@ -111,16 +106,12 @@ def forward_code(plan: GpuPlan) -> ForwardCode:
         more |= {"tiles_of_sums": max(1, KEYS_OF_SUMS // tiles.Bc)}
     if variant.uses_sqdist and tiles.producers:
         more |= {"measurers": MEASURERS}
-    wide = padded(variant.head_dim.v) > MOST_COLUMNS
-    across = "product_of_turned" if variant.kind.f8 else "wide_across" if wide else "product_across"
     layouts = {C_TYPES[element]: forward_layout(recipe, element, tiles)}
     return ForwardCode(
         tiles=tiles,
         constants=Constants("ForwardPlan", "The plan of the forward pass.", _constants(tiles, _OF_FORWARD, more)),
         memory=printed("ForwardMemory", "Where blocks of the forward pass have what, in bytes.", "class T", layouts),
         shows_columns=bool(recipe.observed_columns) and tiles.tensor_copies,
-        wide=wide,
-        across=f"start_{across}",
     )
 
 
