@@ -509,103 +509,64 @@ struct BackwardMaps {
   fg::TensorMap q, d_o;
 };
 
+#include "flashgen/backward/spec.cuh"
+
 namespace backward {
 
+struct Gradient_slope : AnyGradient {  // ∂L/∂slope[h]
+  static constexpr Level level = Level::head;
+  static constexpr int number = 0;
+  static FG_DEVICE float* target(const Arguments& a) { return a.grad_slope; }
+  template <class C>
+  static FG_DEVICE int64_t offset(const Arguments& a, const Launch& u, const Head& x, const Row& r, const C& c) {
+    return int64_t(int64_t(x.h));
+  }
+  static constexpr bool of_pairs = true;
+  template <class C>
+  static FG_DEVICE float of_pair(
+      const Arguments& a, const Launch& u, const Head& x, const Row& r, const C& c, const PairTerms& p) {
+    const auto& [dot, sqdist, d_score, d_weight, safe, t_dot, t_e, d_t_score, d_t_weight] = p;
+    return d_score * score_by_slope(a, u, x, r, c, dot);
+  }
+};
+
+struct Spec : AnySpec<::Spec> {
+  static constexpr int captured_count = 1, most_units = 512;
+  static constexpr bool tops = true;
+  static constexpr bool constant_slope = true;
+  using KeyGradients = GradientList<Gradient_slope>;
+  using QueryGradients = GradientList<>;
+  using SinkGradients = GradientList<>;
+  // What reaches the score of exponential weights, or the weight, from what reaches P.
+  static FG_DEVICE float reaching(float d_p, float p, float delta, float inverse) { return p * (d_p - delta); }
+  // Exponents in base 2 are this times scores, or products.
+  static FG_DEVICE float factor(const Launch& u) { return 1.44269504f; }
+  static FG_DEVICE float natural_of_top(const Launch& u) { return 1.0f; }
+  // What becomes of a sum of gradients of products.
+  static FG_DEVICE void finish_sum(const Launch& u, float& sum) { sum *= 0.125f; }
+};
+
+}  // namespace backward
+
+#include "flashgen/backward/pair.cuh"
+#include "flashgen/backward/captured.cuh"
+#include "flashgen/backward/delta.cuh"
+#include "flashgen/backward/dq_sums.cuh"
+#define QUERY_MEMORY_IS_PLANNED static_assert(Memory::Q_bytes == QTile::bytes, "Q: what the plan counts"); \
+  static_assert(Memory::O_bytes == OTile::bytes, "dO: what the plan counts"); \
+  static_assert(Memory::K_bytes == stages * KTile::bytes, "K: what the plan counts"); \
+  static_assert(Memory::V_bytes == stages * VTile::bytes, "V: what the plan counts"); \
+  static_assert(Memory::ROWS_bytes == 8 * BR, "lse, delta: what the plan counts"); \
+  static_assert(Memory::LIST_bytes == int(sizeof(VisitList)), "list of tiles: what the plan counts");
+#include "flashgen/backward/warpgroup_queries.cuh"
+
+namespace backward {
 struct RowWords {
   static constexpr int lse = 0;  // as exponents need it, or 1 / Z
   static constexpr int delta = 1;  // rowsum(dO ∘ O) - d(lse)
   static constexpr int top = 2;  // what scores are counted from
   static constexpr int count = 3;
 };
-// What a row's exponents are: its scores less `top`, in base 2, less `lse`. Where its scores are not extreme top is 0.
-struct RowOffset {
-  float top, lse;
-};
-// A row that keeps nothing has lse -inf; with +inf every weight comes out 0.
-template <class Find> FG_DEVICE RowOffset row_offset(const Arguments& a, float lse, Find find_row) {
-  if (!fg::is_extreme(lse)) return {0.0f, lse == -INFINITY ? INFINITY : lse * fg::LOG2_E};
-  const float2 parts = fg::global_load(reinterpret_cast<const float2*>(a.lse_parts) + find_row());
-  return {parts.x, parts.y};
-}
-
-// Kernels that follow one another go through the heads there and back, so that each begins with what the last cache
-// still holds.
-FG_DEVICE int backwards() { return fg::grid_size() - 1 - fg::block_index(); }
-// How contributions to captured gradients are added up: by atomic additions of floats; or, where results have to
-// repeat, as integers, whose order does not matter: their unit follows from the largest contribution, which a first run
-// measures. NaN and infinity are added as floats: in any order the sum is the same.
-enum class Adding { atomic, measure, exact };
-
-template <Adding how> struct Adder {
-  uint32_t largest[1] = {};  // of this thread, the bits of a float
-
-  template <int k> FG_DEVICE void add(const Arguments& a, float* target, int64_t offset, float value) {
-    if constexpr (how == Adding::measure)
-      largest[k] = fg::larger(largest[k], fg::is_finite(value) ? __float_as_uint(fabsf(value)) : 0);
-    else if (how == Adding::atomic || !fg::is_finite(value)) fg::global_add(target + offset, value);
-    else fg::global_add(exact_sums(a, k) + offset, fg::fixed_point(value, fg::global_load(largest_of(a) + k)));
-  }
-  FG_DEVICE void finish(const Arguments& a) {
-    if constexpr (how == Adding::measure)
-#pragma unroll
-      for (int k = 0; k < 1; ++k) {
-        for (int mask = 16; mask > 0; mask /= 2) largest[k] = fg::larger(largest[k], fg::shuffle_xor(largest[k], mask));
-        if (fg::lane_index() == 0) fg::global_max(largest_of(a) + k, largest[k]);
-      }
-  }
-};
-
-// ---- delta = rowsum(dO ∘ O) - d(lse) ----
-// A block takes `rows` rows, `lanes` neighbouring threads each; the blocks together clear the sums of dQ, if need be.
-
-FG_DEVICE void clear_dq(const Arguments& a) {
-  // of 16 rows; of floats
-  const int64_t groups = a.batch * a.heads * ((a.q_len + 15) / 16), fours = groups * (16 * DP / 4);
-  const int64_t each = fg::ceil_div(fours, fg::grid_size()), first = backwards() * each,
-      last = first + each < fours ? first + each : fours;
-  float4* const sums = reinterpret_cast<float4*>(dq_sums(a));
-#pragma unroll 4
-  for (int64_t n = first + threadIdx.x; n < last; n += 128)
-    fg::global_store(sums + n, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
-}
-
-template <class T> struct Rows {
-  static constexpr int threads = 128, chunk = DV % fg::Chunk<T>::size == 0 ? fg::Chunk<T>::size : 1,
-      chunks = DV / chunk;
-  static constexpr int lanes = chunks >= 32 ? 32 : chunks >= 16 ? 16 : chunks >= 8 ? 8 : chunks >= 4 ? 4
-      : chunks >= 2 ? 2 : 1;
-  static constexpr int rows = threads / lanes;  // of a block
-
-  struct alignas(chunk * sizeof(T)) Part {
-    T element[chunk];
-  };
-};
-
-template <class T, bool clears> FG_DEVICE void run_rows(const Arguments& a) {
-  using R = Rows<T>;
-  if constexpr (clears) clear_dq(a);
-  const unsigned row = unsigned(backwards()) * R::rows + threadIdx.x / R::lanes, q_len = unsigned(a.q_len);
-  const bool real = row < unsigned(a.batch * a.heads) * q_len;
-  const unsigned place = real ? row : 0;
-  const int head = int(place / q_len), b = unsigned(head) / unsigned(a.heads), h = head - b * int(a.heads),
-      i = int(place - head * q_len);
-  const T* const o = row_of_o<T>(a, b, h, i);
-  const T* const d_o = row_of_d_o<T>(a, b, h, i);
-  // Rounded once: in a row with few keys dP - delta cancels.
-  using Sum = typename fg::Element<T>::Sum;
-  Sum sum = 0;
-  for (int n = int(threadIdx.x) % R::lanes; n < R::chunks; n += R::lanes) {
-    const auto x = fg::global_load(reinterpret_cast<const typename R::Part*>(o) + n);
-    const auto y = fg::global_load(reinterpret_cast<const typename R::Part*>(d_o) + n);
-#pragma unroll
-    for (int e = 0; e < R::chunk; ++e) sum += Sum(fg::to_float(x.element[e])) * fg::to_float(y.element[e]);
-  }
-#pragma unroll
-  for (int mask = R::lanes / 2; mask > 0; mask /= 2) sum += fg::shuffle_xor(sum, mask);
-  const bool first = real && int(threadIdx.x) % R::lanes == 0;
-  const float delta = float(sum - (a.d_lse ? fg::global_load(a.d_lse + place) : 0.0f));
-  if (first) fg::global_store(delta_of(a) + place, delta);
-}
 
 // ---- dK and dV, and with `atomic` dQ ----
 
@@ -658,7 +619,7 @@ template <class T, bool atomic, Adding how> struct Block {
   fg::Accumulators<m_tiles, v_tiles> dv;
   float next_lse, next_delta;  // of one row of the query tile to come
   float sum_by_slope;
-  Adder<how> adder;
+  Adder<Spec, how> adder;
 
   // The key tile of a block.
   struct Place {
@@ -713,7 +674,7 @@ template <class T, bool atomic, Adding how> struct Block {
   }
   // What row `at` of tile n carries.
   FG_DEVICE void put_row(int n, int at, float lse, float delta) const {
-    const RowOffset offset = row_offset(a, lse, [&] {
+    const RowOffset offset = row_offset<Spec>(a, u, lse, [&] {
       return int64_t(visits.noted(&Notes::head)) * lse_rows() + visits.tile(n) * BR + at;
     });
     fg::shared_store(rows(RowWords::lse, n) + at, offset.lse);
@@ -1455,261 +1416,14 @@ template <class T, bool atomic, Adding how> struct Block {
   }
 };
 
-// ---- dQ in a kernel of its own: one block a query tile, as forward ----
-
-template <class T, Adding how> struct Queries {
-  using P = QueryPlan<T>;
-  static constexpr int BR = P::BR, BC = P::BC, threads = P::threads, stages = P::stages;
-  using Team = fg::Team<threads, 0>;
-  static constexpr int m_tiles = BR / (16 * P::warps), s_tiles = BC / 8, q_tiles = DP / 8;
-  static_assert(
-      BR % (16 * P::warps) == 0 && BC % 16 == 0 && BR <= threads, "a warp has whole fragments, a row a thread");
-  static_assert(!P::warpgroups || (m_tiles == 1 && P::warps % 4 == 0), "a warpgroup has 64 rows");
-
-  using QTile = fg::SharedTile<T, BR, DP>;
-  using OTile = fg::SharedTile<T, BR, DVP>;
-  using KTile = fg::SharedTile<T, BC, DP>;
-  using VTile = fg::SharedTile<T, BC, DVP>;
-  using Memory = QueryMemory<T>;
-  static_assert(Memory::Q_bytes == QTile::bytes, "Q: what the plan counts");
-  static_assert(Memory::O_bytes == OTile::bytes, "dO: what the plan counts");
-  static_assert(Memory::K_bytes == stages * KTile::bytes, "K: what the plan counts");
-  static_assert(Memory::V_bytes == stages * VTile::bytes, "V: what the plan counts");
-  static_assert(Memory::ROWS_bytes == 8 * BR, "lse, delta: what the plan counts");
-  static_assert(Memory::LIST_bytes == int(sizeof(VisitList)), "list of tiles: what the plan counts");
-
-  using Notes = QueryNotes<false>;
-  const Arguments& a;
-  Launch u;
-  Head x;
-  char* memory;
-  int kv_len, warp_row;
-  Visits<Notes> visits;
-
-  Row rows[2 * m_tiles];  // this lane's
-  float row_lses[2 * m_tiles], row_deltas[2 * m_tiles];
-  float row_tops[2 * m_tiles];
-  fg::Accumulators<m_tiles, q_tiles> dq;
-  Adder<how> adder;
-
-  // The query tile of a block, the last ones of a head first, as forward.
-  struct Place {
-    int b, h, row0, count;
-    int64_t first_row;  // of what is one number a row
-  };
-  FG_DEVICE Place place_of(int head, int row0) const {
-    const int b = unsigned(head) / unsigned(a.heads), q_len = int(a.q_len);
-    return {b, head - b * int(a.heads), row0, fg::min(BR, q_len - row0), int64_t(head) * q_len + row0};
-  }
-  FG_DEVICE Place locate() const {
-    const unsigned tiles = (unsigned(a.q_len) + BR - 1) / BR, block = block_number(a), head = block / tiles;
-    return place_of(int(head), int(tiles - 1 - (block - head * tiles)) * BR);
-  }
-  FG_DEVICE Place place() const { return locate(); }
-
-  FG_DEVICE Queries(const Arguments& arguments) : a(arguments), u(make_launch(arguments)), memory(fg::shared_memory()) {
-    const Place place = locate();
-    const int b = place.b, h = place.h, hkv = h / (int(a.heads) / int(a.kv_heads));
-    visits.list = reinterpret_cast<VisitList*>(memory + Memory::LIST);
-    warp_row = fg::warp_index() * 16 * m_tiles, kv_len = int(a.kv_len);
-    x = make_head(a, u, b, h);
-    x.origin = int(a.q_start) + place.row0;
-    if (threadIdx.x == 0) {
-      fg::shared_store(&visits.notes()->k, first_of_k(a, b, hkv));
-      fg::shared_store(&visits.notes()->v, first_of_v(a, b, hkv));
-      fg::shared_store(&visits.notes()->head, b * int(a.heads) + h);
-      fg::shared_store(&visits.notes()->row0, place.row0);
-    }
-  }
-
-  FG_DEVICE int tiles() const { return (fg::again(int(a.kv_len)) + BC - 1) / BC; }
-  FG_DEVICE QTile q_tile() const { return {reinterpret_cast<T*>(memory)}; }
-  FG_DEVICE OTile d_o_tile() const { return {reinterpret_cast<T*>(memory + Memory::O)}; }
-  FG_DEVICE KTile k_tile(int n) const {
-    return {reinterpret_cast<T*>(memory + Memory::K + fg::stage_of<stages>(n) * KTile::bytes)};
-  }
-  FG_DEVICE VTile v_tile(int n) const {
-    return {reinterpret_cast<T*>(memory + Memory::V + fg::stage_of<stages>(n) * VTile::bytes)};
-  }
-  FG_DEVICE int row(int r) const { return warp_row + 16 * (r / 2) + fg::fragment_row(r % 2 * 2); }
-
-  FG_DEVICE void load(int n) {
-    if (n < visits.count()) {
-      const int first = visits.tile(n) * BC;
-      const auto k = rows_of_k<T>(a, visits.noted(&Notes::k));
-      const auto v = rows_of_v<T>(a, visits.noted(&Notes::v));
-      fg::copy_rows_async<threads, D>(k_tile(n), k, first, kv_len - first);
-      fg::copy_rows_async<threads, DV>(v_tile(n), v, first, kv_len - first);
-    }
-    fg::copy_async_commit();
-  }
-
-  FG_DEVICE fg::KeyTiles<Spec, BR, BC> classify() const {
-    const Place place = this->place();
-    return {a, u, x, visits.noted(&Notes::head), {place.row0, place.count}};
-  }
-
-  // One key tile.
-  template <bool masked> FG_DEVICE void step(int n) {
-    const int column0 = visits.tile(n) * BC;
-    fg::copy_async_wait<stages - 1>();
-    if constexpr (P::warpgroups) fg::publish_shared();
-    fg::block_barrier();
-    fg::Accumulators<m_tiles, s_tiles> s, dp;
-    if constexpr (P::warpgroups) {
-      fg::begin_products(s, dp);
-      fg::start_product(s, q_tile(), warp_row / 64 * 64, k_tile(n));
-      fg::start_product(dp, d_o_tile(), warp_row / 64 * 64, v_tile(n));
-      fg::warpgroup_commit();
-      fg::wait_products<0>(s, dp);
-      pairs<masked>(s, dp, column0);
-      fg::LeftRows<T, 1, BC> ds;
-      fg::round_into(ds, dp);
-      fg::begin_products(dq, ds);
-      fg::start_product_across(dq, ds, k_tile(n));
-      fg::warpgroup_commit();
-      fg::wait_products<0>(dq, ds);
-    } else {
-      multiply_and_add<masked>(s, dp, n, column0);
-    }
-    fg::block_barrier();
-    load(n + stages);
-  }
-  template <bool masked>
-  FG_DEVICE void multiply_and_add(
-      fg::Accumulators<m_tiles, s_tiles>& s, fg::Accumulators<m_tiles, s_tiles>& dp, int n, int column0) {
-    fg::clear(s);
-    fg::product(s, q_tile(), warp_row, k_tile(n), 0);
-    fg::clear(dp);
-    fg::product(dp, d_o_tile(), warp_row, v_tile(n), 0);
-    pairs<masked>(s, dp, column0);
-    fg::product_across(dq, dp, k_tile(n), 0);
-  }
-
-  template <bool masked>
-  FG_DEVICE void pairs(fg::Accumulators<m_tiles, s_tiles>& s, fg::Accumulators<m_tiles, s_tiles>& dp, int column0) {
-#pragma unroll
-    for (int t = 0; t < s_tiles; ++t)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int column = column0 + 8 * t + fg::fragment_column(e);
-        Column c = make_column(a, u, x, int(a.kv_start) + (masked ? fg::min(column, kv_len - 1) : column));
-        // one conversion for the whole tile
-        c.near = fg::to_float(int(a.kv_start) + column0 + fg::fragment_column(0) - x.origin), c.step = float(8 * t + e);
-#pragma unroll
-        for (int n = 0; n < 2 * m_tiles; ++n) {
-          float &value = s.at[n / 2][t][n % 2 * 2 + e], &d_value = dp.at[n / 2][t][n % 2 * 2 + e];
-          const Row& r = rows[n];
-          const float lse = row_lses[n], delta = row_deltas[n];
-          const float top = row_tops[n];
-          [[maybe_unused]] bool kept = true;
-          if (masked) kept = column < kv_len && keep(a, u, x, r, c);
-          const float dot = value;
-          const float e_ = score(a, u, x, r, c, dot);
-          kept = kept && e_ != -INFINITY;
-          float p = kept ? fg::exp2_approximate(__fmaf_rn(__fadd_rn(e_, -top), 1.44269504f, -lse)) : 0.0f;
-          float d_weight = d_value;
-          const float d_score = p * (d_weight - delta);
-          value = p;
-          d_value = d_score;
-        }
-      }
-  }
-
-  FG_DEVICE void finish() {
-    const Place place = this->place();
-    adder.finish(a);
-#pragma unroll
-    for (int n = 0; n < 2 * m_tiles; ++n) {
-#pragma unroll
-      for (int t = 0; t < q_tiles; ++t)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& value = dq.at[n / 2][t][n % 2 * 2 + e];
-          value *= 0.125f;
-        }
-    }
-    fg::copy_async_wait<0>();
-    fg::block_barrier();
-#pragma unroll
-    for (int m = 0; m < m_tiles; ++m)
-#pragma unroll
-      for (int t = 0; t < q_tiles; ++t)
-        fg::store_fragment(q_tile(), warp_row + 16 * m, 8 * t, dq.at[m][t], fg::lane_index());
-    fg::warp_barrier();
-    fg::store_rows<32, D>(rows_of_dq<T>(a, place.b, place.h, place.row0), q_tile(), fg::lane_index(), warp_row,
-                          16 * m_tiles, place.count);
-  }
-
-  FG_DEVICE void run() {
-    const Place place = locate();
-    const auto q = rows_of_q<T>(a, first_of_q(a, place.b, place.h));
-    const auto d_o = rows_of_d_o<T>(a, first_of_d_o(a, place.b, place.h));
-    fg::copy_rows_async<threads, D>(q_tile(), q, place.row0, place.count);
-    fg::copy_rows_async<threads, DV>(d_o_tile(), d_o, place.row0, place.count);
-    fg::copy_async_commit();
-    fg::clear(dq);
-#pragma unroll
-    for (int n = 0; n < 2 * m_tiles; ++n) {
-      const int last = fg::min(row(n), place.count - 1);
-      rows[n] = make_row(a, u, x, int(a.q_start) + place.row0 + last);
-      const bool real = row(n) < place.count;
-      const float stored = real ? fg::global_load(a.lse + place.first_row + last) : -INFINITY;
-      const RowOffset offset = row_offset(a, stored, [&] { return place.first_row + last; });
-      row_lses[n] = offset.lse, row_tops[n] = offset.top - row_score(a, u, x, rows[n]);
-      row_deltas[n] = real ? fg::global_load(delta_of(a) + place.first_row + last) : 0.0f;
-    }
-    fg::block_barrier();  // the place of the block is known
-#pragma unroll 1
-    for (int window = 0; window < tiles(); window = visits.first() + fg::WINDOW) {
-      fg::find_visits<Team>(visits.list, window, fg::min(window + fg::WINDOW, tiles()), classify());
-      fg::block_barrier();
-#pragma unroll
-      for (int n = 0; n < stages; ++n) load(n);
-      int n = 0;
-#pragma unroll 1
-      for (; n < visits.partials(); ++n) step<true>(n);
-#pragma unroll 1
-      for (; n < visits.count(); ++n) step<false>(n);
-    }
-    finish();
-  }
-};
-
-// ---- dQ from its float32 sums ----
-// A warp takes 16 rows, in the order in which fragments were added.
-
-template <class T> FG_DEVICE void run_convert(const Arguments& a) {
-  const unsigned groups = (unsigned(a.q_len) + 15) / 16, group = backwards() * 4 + fg::warp_index(),
-      head = group / groups;
-  if (head >= unsigned(a.batch * a.heads)) return;
-  const int row0 = int(group - head * groups) * 16, lane = fg::lane_index();
-  const float* const sums = dq_sums(a) + int64_t(group) * (16 * DP);
-  float dq[DP / 8][4];  // all on their way at once
-#pragma unroll
-  for (int t = 0; t < DP / 8; ++t) {
-    if constexpr (BackwardPlan<T>::warpgroups) {
-      const float4 four = fg::global_load(reinterpret_cast<const float4*>(sums + 128 * t) + lane);
-      dq[t][0] = four.x, dq[t][1] = four.y, dq[t][2] = four.z, dq[t][3] = four.w;
-    } else
-#pragma unroll
-      for (int e = 0; e < 4; ++e) dq[t][e] = fg::global_load(sums + 128 * t + 32 * e + lane);
-  }
-#pragma unroll
-  for (int t = 0; t < DP / 8; ++t)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) dq[t][e] *= 0.125f;
-  fg::store_fragments<T, D>(rows_of_dq<T>(a, int(head), row0), dq, 0, int(a.q_len) - row0);
-}
-
 }  // namespace backward
-extern "C" __global__ void __launch_bounds__(backward::Rows<fg::bfloat_t>::threads)
+extern "C" __global__ void __launch_bounds__(128)
 alibi_d64_rows_bf16(const __grid_constant__ Arguments a) {
-  backward::run_rows<fg::bfloat_t, false>(a);
+  backward::run_rows<backward::Spec, fg::bfloat_t, false, backward::Adding::atomic>(a);
 }
-extern "C" __global__ void __launch_bounds__(backward::Rows<fg::bfloat_t>::threads)
+extern "C" __global__ void __launch_bounds__(128)
 alibi_d64_rows_bf16_clear(const __grid_constant__ Arguments a) {
-  backward::run_rows<fg::bfloat_t, true>(a);
+  backward::run_rows<backward::Spec, fg::bfloat_t, true, backward::Adding::atomic>(a);
 }
 #if FLASHGEN_ADDITIONS
 extern "C" __global__ void __launch_bounds__(BackwardPlan<fg::bfloat_t>::threads, BackwardPlan<fg::bfloat_t>::blocks)
@@ -1732,12 +1446,12 @@ alibi_d64_keys_bf16_exact(const __grid_constant__ Arguments a, const __grid_cons
 #if FLASHGEN_REPEATABLE
 extern "C" __global__ void __launch_bounds__(QueryPlan<fg::bfloat_t>::threads)
 alibi_d64_queries_bf16(const __grid_constant__ Arguments a) {
-  backward::Queries<fg::bfloat_t, backward::Adding::atomic>(a).run();
+  backward::run_queries<backward::WarpgroupQueries, backward::Spec, fg::bfloat_t, false, backward::Adding::atomic>(a);
 }
 #endif
 extern "C" __global__ void __launch_bounds__(128)
 alibi_d64_convert_bf16(const __grid_constant__ Arguments a) {
-  backward::run_convert<fg::bfloat_t>(a);
+  backward::run_convert<backward::Spec, fg::bfloat_t>(a);
 }
 // The exact sums of grad_slope as floats; added once, so that launches over parts of a call add up.
 extern "C" __global__ void __launch_bounds__(256)
