@@ -456,7 +456,7 @@ struct Spec : AnySpec<::Spec> {
 }  // namespace backward
 
 #include "flashgen/backward/pair.cuh"
-#include "flashgen/backward/captured.cuh"
+#include "flashgen/backward/captured_pairs.cuh"
 #include "flashgen/backward/delta.cuh"
 #include "flashgen/backward/dq_sums.cuh"
 #define QUERY_MEMORY_IS_PLANNED static_assert(Memory::Q_bytes == QTile::bytes, "Q: what the plan counts"); \
@@ -477,7 +477,10 @@ struct RowWords {
 
 // ---- dK and dV, and with `atomic` dQ ----
 
-template <class T, bool atomic, Adding how> struct Block {
+template <class T, bool in_bounds, bool dropped, bool atomic, Adding how> struct Block {
+  using Row = ::Row;
+  using Column = ::Column;
+  static constexpr Adding adding = how;
   using P = BackwardPlan<T>;
   static constexpr int BR = P::BR, BC = P::BC, stages = P::stages, split = P::split;
   using Team = fg::Team<32 * P::warps, 0>;  // who multiplies
@@ -494,6 +497,7 @@ template <class T, bool atomic, Adding how> struct Block {
   using QTile = fg::SharedTile<T, BR, DP>;
   using OTile = fg::SharedTile<T, BR, DVP>;
   using PTile = fg::SharedTile<T, BC, BR>;
+  static constexpr int BINS = 256;
   using Memory = BackwardMemory<T, atomic>;
   static_assert(Memory::K_bytes == KTile::bytes, "K: what the plan counts");
   static_assert(Memory::V_bytes == VTile::bytes, "V: what the plan counts");
@@ -517,7 +521,7 @@ template <class T, bool atomic, Adding how> struct Block {
   fg::Accumulators<m_tiles, k_tiles> dk;
   fg::Accumulators<m_tiles, v_tiles> dv;
   float next_lse, next_delta;  // of one row of the query tile to come
-  float sum_by_slope;
+  KeySums<Spec::KeyGradients, 2 * m_tiles> sums;
   Adder<Spec, how> adder;
 
   // The key tile of a block.
@@ -578,6 +582,11 @@ template <class T, bool atomic, Adding how> struct Block {
     const int i = int(a.q_start) + (masked ? fg::min(row0 + row, q_len - 1) : row0 + row);
     return make_row(a, u, x, i);
   }
+  // The query of this lane's first pair, from where places of the others follow: where that is past the last query, so
+  // are the others, and the last one is asked for what it reads instead.
+  FG_DEVICE Row first_of_lane(int row0) const {
+    return make_row(a, u, x, int(a.q_start) + fg::min(row0 + part * 8 * s_tiles + fg::fragment_column(0), q_len - 1));
+  }
 
   FG_DEVICE void load_q(int n) {
     if (n < visits.count()) {
@@ -635,6 +644,7 @@ template <class T, bool atomic, Adding how> struct Block {
   FG_DEVICE void visit_heads(const Place& place) {
     fg::clear(dk);
     fg::clear(dv);
+    sums.begin_launch();
 #pragma unroll 1
     for (int n = 0; n < int(a.heads) / int(a.kv_heads); ++n) {
       const Place own = this->place();
@@ -653,7 +663,7 @@ template <class T, bool atomic, Adding how> struct Block {
         Column c = make_column(a, u, x, int(a.kv_start) + fg::min(column0() + key(k), kv_len - 1));
         columns[k] = c;
       }
-      sum_by_slope = 0.0f;
+      sums.begin_head();
 #pragma unroll 1
       for (int window = 0; window < tiles(); window = visits.first() + fg::WINDOW) {
         fg::find_visits<Team>(visits.list, window, fg::min(window + fg::WINDOW, tiles()), classify());
@@ -691,9 +701,10 @@ template <class T, bool atomic, Adding how> struct Block {
     fg::product(s, k_tile(), warp_key, q_tile(n), part * 8 * s_tiles);
     fg::copy_async_wait<stages - 1>();
     Team::barrier();
+    const KeptPairs kept_pairs = drawn_pairs(n);
     fg::clear(dp);
     fg::product(dp, v_tile(), warp_key, d_o_tile(n), part * 8 * s_tiles);
-    pairs<masked>(s, dp, n);
+    pairs<masked>(s, dp, kept_pairs, n);
     fetch_rows(n + 1);
 
     // dV += Pᵀ dO, dK += dSᵀ Q, and this tile's part of dQ = dS K
@@ -726,16 +737,30 @@ template <class T, bool atomic, Adding how> struct Block {
     }
   }
 
+  FG_DEVICE float* bins(int which) const {
+    return reinterpret_cast<float*>(memory + Memory::HISTOGRAM) +
+        (which * P::warps + fg::again(int(threadIdx.x)) / 32) * BINS;
+  }
   // This lane's first query of a tile.
   FG_DEVICE int begin_of_tile(int row0) const {
     return int(a.q_start) + row0 + part * 8 * s_tiles + fg::fragment_column(0);
   }
+  // Which pairs of this warp's part of a tile are kept.
+  using KeptPairs = Spec::KeptPairs<true, m_tiles, s_tiles>;
+  FG_DEVICE KeptPairs drawn_pairs(int n) const {
+    KeptPairs kept_pairs;
+    const int query = int(a.q_start) + visits.tile(n) * BR + part * 8 * s_tiles;
+    if constexpr (dropped) draw(kept_pairs, Spec::dropout(a, u, x), query, int(a.kv_start) + column0() + warp_key);
+    return kept_pairs;
+  }
   // Products to Pᵀ (in s) and dSᵀ ∘ ∂S/∂dot (in dp), but for a constant factor.
   template <bool masked>
-  FG_DEVICE void pairs(fg::Accumulators<m_tiles, s_tiles>& s, fg::Accumulators<m_tiles, s_tiles>& dp, int n) {
+  FG_DEVICE void pairs(fg::Accumulators<m_tiles, s_tiles>& s, fg::Accumulators<m_tiles, s_tiles>& dp,
+                       const KeptPairs& kept_pairs, int n) {
     const int row0 = visits.tile(n) * BR;
-    const float *const lse_of_rows = rows(RowWords::lse, n), *const delta_of_rows = rows(RowWords::delta, n);
-    float sum_by_slope = 0.0f;  // short sums of sums lose less than one long sum
+    typename decltype(sums)::template OfTile<masked> of_tile;
+    of_tile.find(*this, row0);
+    of_tile.begin(*this, row0);
     const int keys = kv_len - column0();
 #pragma unroll
     for (int t = 0; t < s_tiles; ++t)
@@ -743,29 +768,19 @@ template <class T, bool atomic, Adding how> struct Block {
       for (int e = 0; e < 2; ++e) {
         const int row = part * 8 * s_tiles + 8 * t + fg::fragment_column(e);
         Row r = make<masked>(n, row0, row);
-        // one conversion for the whole tile
-        r.near = fg::to_float(begin_of_tile(row0) - x.origin), r.step = float(8 * t + e);
-        const float lse = fg::shared_load(lse_of_rows + row), delta = fg::shared_load(delta_of_rows + row);
-        const float top = fg::shared_load(rows(RowWords::top, n) + row) - row_score(a, u, x, r);
+        place_as_sum<Spec, masked>(r, x, begin_of_tile(row0), 8 * t + e);
+        const MovingRow state = state_of_row<Spec, RowWords>(*this, n, r, row);
 #pragma unroll
         for (int k = 0; k < 2 * m_tiles; ++k) {
-          float &value = s.at[k / 2][t][k % 2 * 2 + e], &d_value = dp.at[k / 2][t][k % 2 * 2 + e];
-          const Column& c = columns[k];
-          [[maybe_unused]] bool kept = true;
-          if (masked) kept = row0 + row < q_len && key(k) < keys && keep(a, u, x, r, c);
-          const float dot = value;
-          const float e_ = score(a, u, x, r, c, dot);
-          kept = kept && e_ != -INFINITY;
-          float p = kept ? fg::exp2_approximate(__fmaf_rn(__fadd_rn(e_, -top), 1.44269504f, -lse)) : 0.0f;
-          float d_weight = d_value;
-          const float d_score = p * (d_weight - delta);
-          value = p;
-          d_value = d_score;
-          // ∂L/∂slope[h]
-          if (kept) sum_by_slope += d_score * score_by_slope(a, u, x, r, c, dot);
+          const int m = k / 2, at = k % 2 * 2 + e;
+          Pair<Spec, masked, dropped, in_bounds> pair = {a, u, x, r, columns[k], 1.0f, true};
+          if (masked) pair.kept = row0 + row < q_len && key(k) < keys && keep(a, u, x, r, columns[k]);
+          if constexpr (dropped) pair.survivor = kept_pairs.of(m, t, at, a.dropout_scale);
+          pair.differentiate(s.at[m][t][at], dp.at[m][t][at], state);
+          of_tile.add(*this, pair, t, e, k);
         }
       }
-    this->sum_by_slope += sum_by_slope;
+    of_tile.end(*this);
   }
   FG_DEVICE int key(int k) const { return warp_key + 16 * (k / 2) + fg::fragment_row(k % 2 * 2); }
 
@@ -793,18 +808,16 @@ template <class T, bool atomic, Adding how> struct Block {
 
   // ---- epilogue ----
 
-  // The gradients of captured values that do not go further than one query head.
+  // The gradients of captured values that do not go further than one query head, and than one key tile.
   FG_DEVICE void finish_head() {
-    if (a.grad_slope) {
-      const float total = fg::team_sum<Team>(sum_by_slope, reinterpret_cast<float*>(memory + Memory::SUMS));
-      if (threadIdx.x == 0) adder.template add<0>(a, a.grad_slope, int64_t(int64_t(x.h)), total);
-    }
+    if constexpr (P::warpgroups) sums.leave_runs(*this);
+    sums.end_head(*this);
   }
-
-  // Those that go no further than one key tile.
   FG_DEVICE void finish_keys() {
+    sums.end_launch(*this);
     adder.finish(a);
   }
+  FG_DEVICE float* sums_of_team() const { return reinterpret_cast<float*>(memory + Memory::SUMS); }
   FG_DEVICE void store_keys(const Place& place) {
 #pragma unroll
     for (int m = 0; m < m_tiles; ++m)
@@ -843,19 +856,19 @@ alibi_d64_rows_bf16_clear(const __grid_constant__ Arguments a) {
 #if FLASHGEN_ADDITIONS
 extern "C" __global__ void __launch_bounds__(BackwardPlan<fg::bfloat_t>::threads)
 alibi_d64_backward_bf16(const __grid_constant__ Arguments a) {
-  backward::Block<fg::bfloat_t, true, backward::Adding::atomic>(a).run();
+  backward::run_keys<backward::Block, backward::Spec, fg::bfloat_t, false, true, backward::Adding::atomic>(a, a);
 }
 #endif
 #if FLASHGEN_REPEATABLE
 extern "C" __global__ void __launch_bounds__(BackwardPlan<fg::bfloat_t>::threads)
 alibi_d64_keys_bf16_measure(const __grid_constant__ Arguments a) {
-  backward::Block<fg::bfloat_t, false, backward::Adding::measure>(a).run();
+  backward::run_keys<backward::Block, backward::Spec, fg::bfloat_t, false, false, backward::Adding::measure>(a, a);
 }
 #endif
 #if FLASHGEN_REPEATABLE
 extern "C" __global__ void __launch_bounds__(BackwardPlan<fg::bfloat_t>::threads)
 alibi_d64_keys_bf16_exact(const __grid_constant__ Arguments a) {
-  backward::Block<fg::bfloat_t, false, backward::Adding::exact>(a).run();
+  backward::run_keys<backward::Block, backward::Spec, fg::bfloat_t, false, false, backward::Adding::exact>(a, a);
 }
 #endif
 #if FLASHGEN_REPEATABLE

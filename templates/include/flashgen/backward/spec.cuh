@@ -59,6 +59,7 @@ template <class General> struct AnySpec : General {
   static constexpr int captured_count = 0;
   static constexpr bool has_sink_gradients = false;
   template <bool rows_are_keys, int m_tiles, int n_tiles> struct KeptPairs {};  // which pairs dropout keeps
+  template <class... Any> static FG_DEVICE bool dropout(const Any&...) { return false; }
   using KeyGradients = GradientList<>;
   using QueryGradients = GradientList<>;
   using SinkGradients = GradientList<>;
@@ -80,5 +81,16 @@ FG_DEVICE void place_as_sum([[maybe_unused]] Line& line, [[maybe_unused]] const 
 
 // Kernels that follow one another go through the heads there and back, so that each begins with what the last cache still holds.
 FG_DEVICE int backwards() { return fg::grid_size() - 1 - fg::block_index(); }
+
+// Runs a kernel of dK and dV; of one that is for launches that bound scores, or for others, the one that a launch needs.
+template <template <class, bool, bool, bool, Adding> class Block, class Spec, class T, bool dropped, bool atomic, Adding how, class... Given>
+FG_DEVICE void run_keys([[maybe_unused]] const typename Spec::Arguments& a, const Given&... given) {
+  if constexpr (Spec::bounds_rows) {
+    if (make_launch(a).is_bounded) Block<T, true, dropped, atomic, how>(given...).run();
+    else Block<T, false, dropped, atomic, how>(given...).run();
+  } else {
+    Block<T, false, dropped, atomic, how>(given...).run();
+  }
+}
 
 }  // namespace backward

@@ -38,4 +38,17 @@ struct MovingRow : RowState {
   float moved = 0.0f, epsilon = 0.0f;
 };
 
+// From shared memory, where a row of tile n lies in words of this layout.
+template <class Spec, class Words, class Block> FG_DEVICE MovingRow state_of_row(const Block& block, int n, [[maybe_unused]] const typename Spec::Row& r, int row) {
+  MovingRow state;
+  if constexpr (Spec::row_state) {
+    const auto load = [&](int which) { return fg::shared_load(block.rows(which, n) + row); };
+    state.lse = load(Words::lse), state.delta = load(Words::delta);
+    if constexpr (Spec::tangent) state.moved = load(Words::moved), state.epsilon = load(Words::epsilon);
+    if constexpr (Spec::tops) state.top = load(Words::top);
+    if constexpr (Spec::tops && Spec::split_score && !Spec::norms) state.top -= row_score(block.a, block.u, block.x, r);
+  }
+  return state;
+}
+
 }  // namespace backward
