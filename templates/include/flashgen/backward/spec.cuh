@@ -58,6 +58,8 @@ template <class General> struct AnySpec : General {
   static constexpr int most_units = 0;
   static constexpr int captured_count = 0;
   static constexpr bool has_sink_gradients = false;
+  static constexpr bool weighs_with_slope = false;  // P times the score's derivative takes the place of S
+  static constexpr bool stores_pairs = false;       // gradients of pairs are stored a fragment of dS at a time
   template <bool rows_are_keys, int m_tiles, int n_tiles> struct KeptPairs {};  // which pairs dropout keeps
   template <class... Any> static FG_DEVICE bool dropout(const Any&...) { return false; }
   using KeyGradients = GradientList<>;
@@ -82,14 +84,17 @@ FG_DEVICE void place_as_sum([[maybe_unused]] Line& line, [[maybe_unused]] const 
 // Kernels that follow one another go through the heads there and back, so that each begins with what the last cache still holds.
 FG_DEVICE int backwards() { return fg::grid_size() - 1 - fg::block_index(); }
 
+// The base of blocks: what few of them have is looked for by `this` only where it is used.
+template <class> struct Parts {};
+
 // Runs a kernel of dK and dV; of one that is for launches that bound scores, or for others, the one that a launch needs.
-template <template <class, bool, bool, bool, Adding> class Block, class Spec, class T, bool dropped, bool atomic, Adding how, class... Given>
+template <template <class, class, bool, bool, bool, Adding> class Block, class Spec, class T, bool dropped, bool atomic, Adding how, class... Given>
 FG_DEVICE void run_keys([[maybe_unused]] const typename Spec::Arguments& a, const Given&... given) {
   if constexpr (Spec::bounds_rows) {
-    if (make_launch(a).is_bounded) Block<T, true, dropped, atomic, how>(given...).run();
-    else Block<T, false, dropped, atomic, how>(given...).run();
+    if (make_launch(a).is_bounded) Block<Spec, T, true, dropped, atomic, how>(given...).run();
+    else Block<Spec, T, false, dropped, atomic, how>(given...).run();
   } else {
-    Block<T, false, dropped, atomic, how>(given...).run();
+    Block<Spec, T, false, dropped, atomic, how>(given...).run();
   }
 }
 

@@ -284,6 +284,7 @@ template <class... Of, int columns> struct KeySums<GradientList<Of...>, columns>
 
   // Whether some of pairs are summed up while these are weighed, or once dS is there, where what is a number times dS can be.
   static constexpr bool any = sizeof...(Of) > 0, later = ((Of::level == Level::pair && Of::has_factor) || ...);
+  static constexpr int histograms = (int(Of::level == Level::pair) + ... + 0);
   static constexpr bool apart = ((Of::level == Level::pair && !Of::has_factor) || ...);
 
   // Those of a tile.
