@@ -405,7 +405,8 @@ template <class T> struct BackwardPlan;
 template <> struct BackwardPlan<fg::bfloat_t> {
   static constexpr int BR = 128, BC = 128, warps = 8, stages = 2, split = 1, s_columns = 64, warpgroups = 1,
       producers = 4, blocks = 1, threads = 384, cluster = 1, tensor_copies = 1, pairs_staged = 0, prefetches_next = 0,
-      persistent = 0, registers = 240, producer_registers = 24, dq_column_groups = 1, stores_whole = 0, takes_turns = 0;
+      persistent = 0, column_parts = 1, divides_keys = 0, halves_dq = 0, registers = 240, producer_registers = 24,
+      dq_column_groups = 1, stores_whole = 0, takes_turns = 0, divided = 0;
 };
 // The plan of dQ, where it has a kernel of its own.
 template <class T> struct QueryPlan;
@@ -509,7 +510,26 @@ struct BackwardMaps {
   fg::TensorMap q, d_o;
 };
 
+#include "flashgen/backward/spec.cuh"
+
 namespace backward {
+
+struct Gradient_slope : AnyGradient {  // ∂L/∂slope[h]
+  static constexpr Level level = Level::head;
+  static constexpr int number = 0;
+  static FG_DEVICE float* target(const Arguments& a) { return a.grad_slope; }
+  template <class C>
+  static FG_DEVICE int64_t offset(const Arguments& a, const Launch& u, const Head& x, const Row& r, const C& c) {
+    return int64_t(int64_t(x.h));
+  }
+  static constexpr bool of_pairs = true;
+  template <class C>
+  static FG_DEVICE float of_pair(
+      const Arguments& a, const Launch& u, const Head& x, const Row& r, const C& c, const PairTerms& p) {
+    const auto& [dot, sqdist, d_score, d_weight, safe, t_dot, t_e, d_t_score, d_t_weight] = p;
+    return d_score * score_by_slope(a, u, x, r, c, dot);
+  }
+};
 
 struct RowWords {
   static constexpr int lse = 0;  // as exponents need it, or 1 / Z
@@ -517,119 +537,89 @@ struct RowWords {
   static constexpr int top = 2;  // what scores are counted from
   static constexpr int count = 3;
 };
-// What a row's exponents are: its scores less `top`, in base 2, less `lse`. Where its scores are not extreme top is 0.
-struct RowOffset {
-  float top, lse;
-};
-// A row that keeps nothing has lse -inf; with +inf every weight comes out 0.
-template <class Find> FG_DEVICE RowOffset row_offset(const Arguments& a, float lse, Find find_row) {
-  if (!fg::is_extreme(lse)) return {0.0f, lse == -INFINITY ? INFINITY : lse * fg::LOG2_E};
-  const float2 parts = fg::global_load(reinterpret_cast<const float2*>(a.lse_parts) + find_row());
-  return {parts.x, parts.y};
-}
 
-// Kernels that follow one another go through the heads there and back, so that each begins with what the last cache
-// still holds.
-FG_DEVICE int backwards() { return fg::grid_size() - 1 - fg::block_index(); }
-// How contributions to captured gradients are added up: by atomic additions of floats; or, where results have to
-// repeat, as integers, whose order does not matter: their unit follows from the largest contribution, which a first run
-// measures. NaN and infinity are added as floats: in any order the sum is the same.
-enum class Adding { atomic, measure, exact };
-
-template <Adding how> struct Adder {
-  uint32_t largest[1] = {};  // of this thread, the bits of a float
-
-  template <int k> FG_DEVICE void add(const Arguments& a, float* target, int64_t offset, float value) {
-    if constexpr (how == Adding::measure)
-      largest[k] = fg::larger(largest[k], fg::is_finite(value) ? __float_as_uint(fabsf(value)) : 0);
-    else if (how == Adding::atomic || !fg::is_finite(value)) fg::global_add(target + offset, value);
-    else fg::global_add(exact_sums(a, k) + offset, fg::fixed_point(value, fg::global_load(largest_of(a) + k)));
-  }
-  FG_DEVICE void finish(const Arguments& a) {
-    if constexpr (how == Adding::measure)
-#pragma unroll
-      for (int k = 0; k < 1; ++k) {
-        for (int mask = 16; mask > 0; mask /= 2) largest[k] = fg::larger(largest[k], fg::shuffle_xor(largest[k], mask));
-        if (fg::lane_index() == 0) fg::global_max(largest_of(a) + k, largest[k]);
-      }
-  }
+struct Spec : AnySpec<::Spec> {
+  using RowWords = backward::RowWords;
+  static constexpr int captured_count = 1, most_units = 512, observed_rows = 0, BINS = 256, BEYOND = 64;
+  static constexpr bool tops = true;
+  static constexpr bool constant_slope = true;
+  using KeyGradients = GradientList<Gradient_slope>;
+  using QueryGradients = GradientList<>;
+  using SinkGradients = GradientList<>;
+  // What reaches the score of exponential weights, or the weight, from what reaches P.
+  static FG_DEVICE float reaching(float d_p, float p, float delta, float inverse) { return p * (d_p - delta); }
+  // Exponents in base 2 are this times scores, or products.
+  static FG_DEVICE float factor(const Launch& u) { return 1.44269504f; }
+  static FG_DEVICE float natural_of_top(const Launch& u) { return 1.0f; }
+  // What becomes of a sum of gradients of products.
+  static FG_DEVICE void finish_sum(const Launch& u, float& sum) { sum *= 0.125f; }
 };
 
-// ---- delta = rowsum(dO ∘ O) - d(lse) ----
-// A block takes `rows` rows, `lanes` neighbouring threads each; the blocks together clear the sums of dQ, if need be.
+}  // namespace backward
 
-FG_DEVICE void clear_dq(const Arguments& a) {
-  // of 16 rows; of floats
-  const int64_t groups = a.batch * a.heads * ((a.q_len + 15) / 16), fours = groups * (16 * DP / 4);
-  const int64_t each = fg::ceil_div(fours, fg::grid_size()), first = backwards() * each,
-      last = first + each < fours ? first + each : fours;
-  float4* const sums = reinterpret_cast<float4*>(dq_sums(a));
-#pragma unroll 4
-  for (int64_t n = first + threadIdx.x; n < last; n += 128)
-    fg::global_store(sums + n, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
-}
+#include "flashgen/backward/pair.cuh"
+#include "flashgen/backward/captured_pairs.cuh"
+#include "flashgen/backward/delta.cuh"
+#include "flashgen/backward/dq_sums.cuh"
+#define QUERY_MEMORY_IS_PLANNED static_assert(Memory::Q_bytes == QTile::bytes, "Q: what the plan counts"); \
+  static_assert(Memory::O_bytes == OTile::bytes, "dO: what the plan counts"); \
+  static_assert(Memory::K_bytes == stages * KTile::bytes, "K: what the plan counts"); \
+  static_assert(Memory::V_bytes == stages * VTile::bytes, "V: what the plan counts"); \
+  static_assert(Memory::ROWS_bytes == 8 * BR, "lse, delta: what the plan counts"); \
+  static_assert(Memory::LIST_bytes == int(sizeof(VisitList)), "list of tiles: what the plan counts");
+#include "flashgen/backward/warpgroup_queries.cuh"
 
-template <class T> struct Rows {
-  static constexpr int threads = 128, chunk = DV % fg::Chunk<T>::size == 0 ? fg::Chunk<T>::size : 1,
-      chunks = DV / chunk;
-  static constexpr int lanes = chunks >= 32 ? 32 : chunks >= 16 ? 16 : chunks >= 8 ? 8 : chunks >= 4 ? 4
-      : chunks >= 2 ? 2 : 1;
-  static constexpr int rows = threads / lanes;  // of a block
-
-  struct alignas(chunk * sizeof(T)) Part {
-    T element[chunk];
-  };
-};
-
-template <class T, bool clears> FG_DEVICE void run_rows(const Arguments& a) {
-  using R = Rows<T>;
-  if constexpr (clears) clear_dq(a);
-  const unsigned row = unsigned(backwards()) * R::rows + threadIdx.x / R::lanes, q_len = unsigned(a.q_len);
-  const bool real = row < unsigned(a.batch * a.heads) * q_len;
-  const unsigned place = real ? row : 0;
-  const int head = int(place / q_len), b = unsigned(head) / unsigned(a.heads), h = head - b * int(a.heads),
-      i = int(place - head * q_len);
-  const T* const o = row_of_o<T>(a, b, h, i);
-  const T* const d_o = row_of_d_o<T>(a, b, h, i);
-  // Rounded once: in a row with few keys dP - delta cancels.
-  using Sum = typename fg::Element<T>::Sum;
-  Sum sum = 0;
-  for (int n = int(threadIdx.x) % R::lanes; n < R::chunks; n += R::lanes) {
-    const auto x = fg::global_load(reinterpret_cast<const typename R::Part*>(o) + n);
-    const auto y = fg::global_load(reinterpret_cast<const typename R::Part*>(d_o) + n);
-#pragma unroll
-    for (int e = 0; e < R::chunk; ++e) sum += Sum(fg::to_float(x.element[e])) * fg::to_float(y.element[e]);
-  }
-#pragma unroll
-  for (int mask = R::lanes / 2; mask > 0; mask /= 2) sum += fg::shuffle_xor(sum, mask);
-  const bool first = real && int(threadIdx.x) % R::lanes == 0;
-  const float delta = float(sum - (a.d_lse ? fg::global_load(a.d_lse + place) : 0.0f));
-  if (first) fg::global_store(delta_of(a) + place, delta);
-}
-
+namespace backward {
 // ---- dK and dV, and with `atomic` dQ ----
 
-template <class T, bool atomic, Adding how> struct Block {
+template <class Spec, class T, bool in_bounds, bool dropped, bool atomic, Adding how> struct Block : Parts<T> {
+  using Arguments = typename Spec::Arguments;
+  using Launch = typename Spec::Launch;
+  using Head = typename Spec::Head;
+  using Row = typename Spec::Row;
+  using Column = typename Spec::Column;
+  using RowWords = typename Spec::RowWords;
+  static constexpr Adding adding = how;
   using P = BackwardPlan<T>;
-  static constexpr int BR = P::BR, BC = P::BC, stages = P::stages, split = P::split;
-  using Team = fg::Team<32 * P::warps, P::producers == 0 ? 0 : 15>;  // who multiplies
+  // Blocks of a cluster have a part of the columns each, or of a tile's keys, and exchange dS.
+  static constexpr int BR = P::BR, BC = P::BC / (P::divides_keys ? P::cluster : 1), stages = P::stages,
+      split = P::split;
+  using Team = fg::Team<32 * P::warps, (P::producers == 0 ? 0 : 15)>;  // who multiplies
   static constexpr int threads = Team::threads, key_warps = P::warps / split, m_tiles = BC / (16 * key_warps);
-  static constexpr int s_tiles = P::s_columns / 8, k_tiles = DP / (8 * split), v_tiles = DVP / (8 * split);
-  static_assert(BC % (16 * key_warps) == 0 && BR % (8 * split) == 0, "a warp has whole fragments");
+  static constexpr bool clustered = P::column_parts > 1, paired = P::divides_keys;
+  static constexpr int OWN_K = DP / P::column_parts, OWN_V = DVP / P::column_parts;  // columns that a block has
+  static constexpr int COPIED_K = clustered ? OWN_K : D, COPIED_V = clustered ? OWN_V : DV;
+  static_assert(
+      !clustered || (P::cluster == 2 && DP == D && DVP == DV && OWN_K % 32 == 0 && OWN_V % 32 == 0), "parts are alike");
+  static constexpr int s_tiles = P::s_columns / 8, k_tiles = OWN_K / (8 * split), v_tiles = OWN_V / (8 * split);
+  static_assert(
+      BC % (16 * key_warps) == 0 && BR % (P::divided ? P::s_columns : 8 * split) == 0, "a warp has whole fragments");
   static_assert(DP % (16 * split) == 0 && DVP % (16 * split) == 0, "warps that share keys have parts of one length");
   static_assert(BR <= threads && stages <= 2, "one thread a row");
-  static_assert(
-      !P::warpgroups || (m_tiles == 1 && split == 1 && P::warps % 4 == 0 && stages == 2), "a warpgroup has 64 keys");
-  static constexpr int more_stages = P::warpgroups ? stages : 1;  // of dO and what rows carry
-  static constexpr int ds_stages = P::producers > 0 ? stages : 1;
+  static_assert(!P::halves_dq || (m_tiles == 1 && P::warps == 8 && P::tensor_copies && P::producers > 0 && BR == 64),
+                "two warpgroups have 64 keys each, or share them");
+  static_assert(!P::warpgroups || P::halves_dq || (m_tiles == 1 && split == 1 && P::warps % 4 == 0 && stages == 2),
+                "a warpgroup has 64 keys");
+  static constexpr int more_stages = P::warpgroups && !P::halves_dq ? stages : 1;  // of dO and what rows carry
+  static constexpr int ds_stages = (P::halves_dq ? split == 1 : P::producers > 0) ? stages : 1;
+  // batch entries, at a gradient
+  static constexpr bool takes_turns = atomic && how == Adding::atomic && P::takes_turns;
+  // with the other block of the cluster
+  static constexpr bool shares_dq = atomic && paired;
+  // blocks take one key tile after another
+  static constexpr bool persistent = atomic && P::persistent;
 
   // Shared memory, in bytes from its start. dK and dV may take the places of K and V at the end.
-  using KTile = fg::SharedTile<T, BC, DP>;
-  using VTile = fg::SharedTile<T, BC, DVP>;
-  using QTile = fg::SharedTile<T, BR, DP>;
-  using OTile = fg::SharedTile<T, BR, DVP>;
+  using KTile = fg::SharedTile<T, BC, OWN_K>;
+  using VTile = fg::SharedTile<T, BC, OWN_V>;
+  using QTile = fg::SharedTile<T, BR, OWN_K>;
+  using OTile = fg::SharedTile<T, BR, OWN_V>;
   using PTile = fg::SharedTile<T, BC, BR>;
-  using Signals = fg::Signals<stages, (P::producers > 0 ? 2 : 1)>;
+  using TheirK = fg::SharedTile<T, BC, DP / 2>;
+  static constexpr int BINS = Spec::BINS;
+  using QSignals = fg::Signals<stages>;
+  using Signals = fg::Signals<P::halves_dq ? 1 : stages, (P::producers > 0 ? 2 : 1)>;
+  static constexpr bool pairs_staged = atomic && P::pairs_staged;
   using Memory = BackwardMemory<T, atomic>;
   static_assert(Memory::K_bytes == KTile::bytes, "K: what the plan counts");
   static_assert(Memory::V_bytes == VTile::bytes, "V: what the plan counts");
@@ -652,50 +642,93 @@ template <class T, bool atomic, Adding how> struct Block {
   int warp;            // this one's number
   int warp_key, part;  // this warp's first key, in the tile; which part of the head dimension it has
   Visits<Notes> visits;
+  int exchanged = 0;  // tiles of the windows before
 
   Column columns[2 * m_tiles];  // this lane's
   fg::Accumulators<m_tiles, k_tiles> dk;
   fg::Accumulators<m_tiles, v_tiles> dv;
-  float next_lse, next_delta;  // of one row of the query tile to come
-  float sum_by_slope;
-  Adder<how> adder;
+  float next_lse, next_delta, next_moved, next_epsilon;  // of one row of the query tile to come
+  // of what the mask reads by row, where it is looked at
+  static constexpr int SEEN = Spec::row_state ? Spec::observed_rows : 0;
+  uint32_t next_seen[SEEN > 0 ? SEEN : 1];
+  float by_column[2 * m_tiles];  // Σ_i dS ∂S/∂|k|²
+  KeySums<typename Spec::KeyGradients, 2 * m_tiles> sums;
+  Adder<Spec, how> adder;
+  bool handed = false;     // whether the warp has dS of the last tile for the next batch entry
+  bool in_chunks = false;  // whether what pairs read comes to shared memory
 
   // The key tile of a block.
   struct Place {
     int b, hkv, column0, count;
   };
-  FG_DEVICE unsigned key_tiles() const { return (unsigned(a.kv_len) + BC - 1) / BC; }
+  FG_DEVICE unsigned key_tiles() const { return (unsigned(a.kv_len) + P::BC - 1) / P::BC; }
   FG_DEVICE Place place_of(unsigned head, unsigned tile) const {
-    const int first = int(tile) * BC, b = int(head / unsigned(a.kv_heads));
+    const int first = int(tile) * P::BC + (paired ? first_of_own(BC) : 0), b = int(head / unsigned(a.kv_heads));
     return {b, int(head) - b * int(a.kv_heads), first, fg::min(BC, int(a.kv_len) - first)};
   }
   // Which number of all key tiles this is.
-  FG_DEVICE unsigned number() const { return block_number(a); }
-  FG_DEVICE Place locate(unsigned number) const {
-    // few blocks of one length after another would all begin and end together
-    if (P::producers > 0 && key_tiles() >= 8) {
-      constexpr int bytes_of_query = (DP + DVP) * int(sizeof(T)) + DP * int(sizeof(float));  // Q, dO and the sums of dQ
-      const fg::TileOfGroup own = fg::tile_of_group<Spec>(
-          number, key_tiles(), unsigned(a.batch * a.kv_heads), 1, unsigned(a.batch), bytes_of_query, int(a.q_len));
-      return place_of(own.head, own.tile);
-    }
-    const unsigned head = number / key_tiles();
-    return place_of(head, number - head * key_tiles());
+  FG_DEVICE unsigned number() const {
+    if constexpr (persistent) return unsigned(visits.noted(&Notes::number));
+    else return block_number(a) / P::cluster;
   }
-  FG_DEVICE Place place() const { return locate(number()); }
+  FG_DEVICE int first_of_own(int) const { return 0; }
+  FG_DEVICE Place locate(unsigned number) const {
+    if constexpr (Spec::longest_first)
+      if (a.visits_of_keys) {
+        const fg::WorkTile work_tile = this->work_tile(number);
+        return place_of(work_tile.head, fg::tile_of(fg::list_of(a.visits_of_keys, work_tile, tiles()), tiles()));
+      }
+    constexpr bool inside = Spec::batch_inside;
+    if constexpr (Spec::in_groups && P::producers > 0)
+      if (key_tiles() >= 8) {  // few blocks of one length after another would all begin and end together
+        // Q, dO and the sums of dQ
+        constexpr int bytes_of_query = (DP + DVP) * int(sizeof(T)) + DP * int(sizeof(float));
+        const fg::TileOfGroup own = fg::tile_of_group<Spec>(number, key_tiles(),
+                                                            unsigned(inside ? a.kv_heads : a.batch * a.kv_heads), 1,
+                                                            unsigned(a.batch), bytes_of_query,
+                                                            int(inside ? a.batch * a.q_len : a.q_len));
+        return place_of(own.head, own.tile);
+      }
+    if constexpr (inside) {
+      // of one head
+      const fg::TileOfGroup own =
+          fg::tile_of_group<Spec>(number, key_tiles(), unsigned(a.kv_heads), 1, unsigned(a.batch), fg::ALONE, 1);
+      return place_of(own.head, own.tile);
+    } else {
+      const unsigned head = number / key_tiles();
+      return place_of(head, number - head * key_tiles());
+    }
+  }
+  // The same, once a query head is there: from shared memory, where it costs no registers, if a list has it.
+  FG_DEVICE Place place() const {
+    if constexpr (!Spec::longest_first) return locate(number());
+    const unsigned head = visits.noted(&Notes::head), b = head / unsigned(a.heads),
+        group = unsigned(a.heads) / unsigned(a.kv_heads);
+    const int first = column0();
+    return {int(b), int((head - b * unsigned(a.heads)) / group), first, fg::min(BC, kv_len - first)};
+  }
   FG_DEVICE Block(const Arguments& arguments, const BackwardMaps* tensor_maps = nullptr)
       : a(arguments), maps(tensor_maps), u(make_launch(arguments)), memory(fg::shared_memory()) {
     warp = fg::warp_index();
     visits.list = reinterpret_cast<VisitList*>(memory + Memory::LIST);
     q_len = int(a.q_len), kv_len = int(a.kv_len);
     if (P::tensor_copies && threadIdx.x == 0) fg::prefetch_map(maps->q), fg::prefetch_map(maps->d_o);
+    if constexpr (clustered) adder.adds = first_of_own(1) == 0;
     warp_key = warp / split * 16 * m_tiles, part = warp % split;
+    if constexpr (P::warpgroups && split > 1) warp_key = warp % 4 * 16, part = warp / 4;
   }
 
-  FG_DEVICE int lse_rows() const { return q_len; }  // from one head to the next
+  // Where a tile has fewer queries than there are warps to share them, some weigh none.
+  FG_DEVICE bool weighs() const { return !P::divided || split * P::s_columns == BR || part * P::s_columns < BR; }
+
+  // from one head to the next
+  FG_DEVICE int lse_rows() const { return Spec::ragged || Spec::slices ? int(rows_apart(a)) : q_len; }
   FG_DEVICE int column0() const { return visits.noted(&Notes::column0); }  // the block's first key
+  FG_DEVICE int first_tile() const { return 0; }
+  FG_DEVICE int end_tile() const { return tiles(); }
   FG_DEVICE int tiles() const { return (fg::again(int(a.q_len)) + BR - 1) / BR; }
   FG_DEVICE KTile k_tile() const { return {reinterpret_cast<T*>(memory)}; }
+  FG_DEVICE TheirK their_k_tile() const { return {reinterpret_cast<T*>(memory + Memory::THEIR_K)}; }
   FG_DEVICE VTile v_tile() const { return {reinterpret_cast<T*>(memory + Memory::V)}; }
   FG_DEVICE QTile q_tile(int n) const {
     return {reinterpret_cast<T*>(memory + Memory::Q + fg::stage_of<stages>(n) * QTile::bytes)};
@@ -706,33 +739,77 @@ template <class T, bool atomic, Adding how> struct Block {
   FG_DEVICE PTile ds_tile(int n) const {
     return {reinterpret_cast<T*>(memory + Memory::DS + fg::stage_of<ds_stages>(n) * PTile::bytes)};
   }
+  FG_DEVICE KTile t_k_tile() const { return {reinterpret_cast<T*>(memory + Memory::T_K)}; }
+  FG_DEVICE VTile t_v_tile() const { return {reinterpret_cast<T*>(memory + Memory::T_V)}; }
+  FG_DEVICE QTile t_q_tile(int n) const {
+    return {reinterpret_cast<T*>(memory + Memory::T_Q + fg::stage_of<stages>(n) * QTile::bytes)};
+  }
+  FG_DEVICE PTile t_ds_tile() const { return {reinterpret_cast<T*>(memory + Memory::T_DS)}; }
   FG_DEVICE PTile p_tile() const { return {reinterpret_cast<T*>(memory + Memory::PP)}; }
   FG_DEVICE float* rows(int which, int n) const {
     return reinterpret_cast<float*>(memory + Memory::ROWS) +
         (fg::stage_of<more_stages>(n) * RowWords::count + which) * BR;
   }
-  // What row `at` of tile n carries.
+  // Which number of all that add to this tile the block is.
+  FG_DEVICE uint32_t* turn(int n) const {
+    return reinterpret_cast<uint32_t*>(memory + Memory::TURN) + fg::stage_of<more_stages>(n);
+  }
+  FG_DEVICE uint32_t* seen_rows(int which, int n) const {
+    return reinterpret_cast<uint32_t*>(rows(RowWords::seen + which, n));
+  }
+  FG_DEVICE uint16_t* marks(int n) const {
+    return reinterpret_cast<uint16_t*>(memory + Memory::MARKS) + fg::stage_of<more_stages>(n) * BR;
+  }
+
+  // What row `at` of tile n carries; its scores are extreme where its top, or a mark, is not 0.
   FG_DEVICE void put_row(int n, int at, float lse, float delta) const {
-    const RowOffset offset = row_offset(a, lse, [&] {
-      return int64_t(visits.noted(&Notes::head)) * lse_rows() + visits.tile(n) * BR + at;
-    });
-    fg::shared_store(rows(RowWords::lse, n) + at, offset.lse);
-    fg::shared_store(rows(RowWords::top, n) + at, offset.top);
-    // where a score is +inf the row has no lse and no delta; what is masked there, of weight 0, has no gradient all the
-    // same
-    fg::shared_store(rows(RowWords::delta, n) + at, lse == lse ? delta : 0.0f);
+    if constexpr (Spec::exponential) {
+      const RowOffset offset = row_offset<Spec>(a, u, lse, [&] {
+        return int64_t(visits.noted(&Notes::head)) * lse_rows() + visits.tile(n) * BR + at;
+      });
+      fg::shared_store(rows(RowWords::lse, n) + at, offset.lse);
+      if constexpr (Spec::marked) fg::shared_store(marks(n) + at, uint16_t(offset.top != 0.0f));
+      if constexpr (Spec::tops) fg::shared_store(rows(RowWords::top, n) + at, offset.top);
+    } else {
+      fg::shared_store(rows(RowWords::lse, n) + at, lse);
+    }
+    // Where a score is +inf the row has no lse and no delta; what is masked there, of weight 0, has no gradient all the
+    // same.
+    fg::shared_store(rows(RowWords::delta, n) + at, !Spec::weighs_first || lse == lse ? delta : 0.0f);
   }
   // Query `row` of a tile, the first of which is row0; past the last query it repeats that one.
   template <bool masked> FG_DEVICE Row make([[maybe_unused]] int n, int row0, int row) const {
     const int i = int(a.q_start) + (masked ? fg::min(row0 + row, q_len - 1) : row0 + row);
-    return make_row(a, u, x, i);
+    if constexpr (masked && SEEN > 0) {
+      uint32_t seen[SEEN];
+#pragma unroll
+      for (int k = 0; k < SEEN; ++k) seen[k] = fg::shared_load(seen_rows(k, n) + row);
+      return make_row(a, u, x, i, seen);
+    } else {
+      return make_row(a, u, x, i);
+    }
+  }
+  // |q|² of the rows of tile n. What their scores are counted from is less what pairs do not have of these.
+  FG_DEVICE void take_norms(int n) const {
+    for (int row = int(threadIdx.x); row < BR; row += threads) {
+      Row r = make<true>(n, visits.tile(n) * BR, row);
+      r.qq = fg::squared_norm(q_tile(n), row);
+      fg::shared_store(rows(RowWords::qq, n) + row, r.qq);
+      float* const top = rows(RowWords::top, n) + row;
+      fg::shared_store(top, fg::shared_load(top) - row_score(a, u, x, r));
+    }
+  }
+  // The query of this lane's first pair, from where places of the others follow: where that is past the last query, so
+  // are the others, and the last one is asked for what it reads instead.
+  FG_DEVICE Row first_of_lane(int row0) const {
+    return make_row(a, u, x, int(a.q_start) + fg::min(row0 + part * 8 * s_tiles + fg::fragment_column(0), q_len - 1));
   }
 
   FG_DEVICE void load_q(int n) {
     if (n < visits.count()) {
       const int first = visits.tile(n) * BR;
       const auto q = rows_of_q<T>(a, visits.noted(&Notes::q));
-      fg::copy_rows_async<threads, D>(q_tile(n), q, first, q_len - first);
+      fg::copy_rows_async<threads, COPIED_K>(q_tile(n), q, first, q_len - first);
     }
     fg::copy_async_commit();
   }
@@ -740,26 +817,65 @@ template <class T, bool atomic, Adding how> struct Block {
     if (n < visits.count()) {
       const int first = visits.tile(n) * BR;
       const auto d_o = rows_of_d_o<T>(a, visits.noted(&Notes::d_o));
-      fg::copy_rows_async<threads, DV>(d_o_tile(n), d_o, first, q_len - first);
+      fg::copy_rows_async<threads, COPIED_V>(d_o_tile(n), d_o, first, q_len - first);
     }
     fg::copy_async_commit();
   }
   // What a row carries comes into registers well before it is needed, and then into shared memory.
   FG_DEVICE void fetch_rows(int n) {
-    const int row = n < visits.count() && int(threadIdx.x) < BR ? visits.tile(n) * BR + int(threadIdx.x) : q_len;
-    next_lse = -INFINITY, next_delta = 0.0f;
-    if (row >= q_len) return;
-    const int place = visits.noted(&Notes::head) * lse_rows() + row;
-    next_lse = fg::global_load(a.lse + place), next_delta = fg::global_load(delta_of(a) + place);
+    if constexpr (Spec::row_state) {
+      const int row = n < visits.count() && int(threadIdx.x) < BR ? visits.tile(n) * BR + int(threadIdx.x) : q_len;
+      next_lse = Spec::divided ? 0.0f : -INFINITY, next_delta = next_moved = next_epsilon = 0.0f;
+#pragma unroll
+      for (int k = 0; k < SEEN; ++k) next_seen[k] = 0;
+      if (row >= q_len) return;
+      const int place = visits.noted(&Notes::head) * lse_rows() + row;
+      next_lse = load_lse(place), next_delta = fg::global_load(delta_of(a) + place);
+      if constexpr (Spec::tangent)
+        next_moved = fg::global_load(a.t_lse + place), next_epsilon = fg::global_load(epsilon_of(a) + place);
+      if constexpr (SEEN > 0)
+        if (n < visits.partials()) see(next_seen, make_row(a, u, x, int(a.q_start) + row));
+    }
+  }
+  // The row's lse, or 1 / Z.
+  FG_DEVICE float load_lse(int place) const {
+    if constexpr (Spec::divided) return row_inverse(a, place);
+    else return fg::global_load(a.lse + place);
   }
   FG_DEVICE void put_rows(int n) {
-    if (int(threadIdx.x) >= BR) return;
-    put_row(n, int(threadIdx.x), next_lse, next_delta);
+    if constexpr (Spec::row_state) {
+      if (int(threadIdx.x) >= BR) return;
+      put_row(n, int(threadIdx.x), next_lse, next_delta);
+      if constexpr (Spec::tangent) {
+        fg::shared_store(rows(RowWords::moved, n) + threadIdx.x, next_moved);
+        fg::shared_store(rows(RowWords::epsilon, n) + threadIdx.x, next_epsilon);
+      }
+      if constexpr (SEEN > 0)
+        if (n < visits.partials())
+#pragma unroll
+          for (int k = 0; k < SEEN; ++k) fg::shared_store(seen_rows(k, n) + threadIdx.x, next_seen[k]);
+    }
   }
 
-  FG_DEVICE fg::QueryTiles<Spec, BR, BC> classify() const {
-    const int first = column0();
-    return {a, u, x, visits.noted(&Notes::head), {first, fg::min(BC, kv_len - first)}};
+  FG_DEVICE fg::QueryTiles<Spec, BR, P::BC> classify() const {
+    const int first = column0() - (paired ? first_of_own(BC) : 0);
+    return {a, u, x, visits.noted(&Notes::head), {first, fg::min(P::BC, kv_len - first)}};
+  }
+  FG_DEVICE fg::WorkTile work_tile(unsigned number) const {
+    return fg::work_tile_of<Spec>(number, Spec::sharers_of_keys(a), unsigned(a.group_of_keys), key_tiles());
+  }
+  FG_DEVICE const uint4* list() const {
+    if constexpr (Spec::longest_first) {
+      return fg::list_of(a.visits_of_keys, work_tile(number()), tiles());
+    } else {
+      const int b = x.b - int(a.b_start), h = x.h - int(a.h_start), tile = unsigned(column0()) / P::BC;
+      return fg::list_of(a, a.visits_of_keys, b, h, tile, int(key_tiles()), tiles());
+    }
+  }
+  FG_DEVICE void find_visits(int window, int last_tile) {
+    const int end = fg::min(window + fg::WINDOW, last_tile);
+    if constexpr (Spec::lists) fg::take_visits<Team>(visits.list, list(), window, end, classify());
+    else fg::find_visits<Team>(visits.list, window, end, classify());
   }
 
   // ---- prologue ----
@@ -789,22 +905,51 @@ template <class T, bool atomic, Adding how> struct Block {
   }
   // K and V are on their way, and it is known which they are.
   FG_DEVICE void begin_keys(const Place& place) const {
-    const auto k = rows_of_k<T>(a, first_of_k(a, place.b, place.hkv));
-    const auto v = rows_of_v<T>(a, first_of_v(a, place.b, place.hkv));
-    fg::copy_rows_async<threads, D>(k_tile(), k, place.column0, place.count);
-    fg::copy_rows_async<threads, DV>(v_tile(), v, place.column0, place.count);
+    const auto k = rows_of_k<T>(a, first_of_k(a, place.b, place.hkv) + (clustered ? first_of_own(OWN_K) : 0));
+    const auto v = rows_of_v<T>(a, first_of_v(a, place.b, place.hkv) + (clustered ? first_of_own(OWN_V) : 0));
+    fg::copy_rows_async<threads, COPIED_K>(k_tile(), k, place.column0, place.count);
+    fg::copy_rows_async<threads, COPIED_V>(v_tile(), v, place.column0, place.count);
+    if constexpr (shares_dq) {
+      const int theirs = place.column0 ^ BC;
+      const auto half = rows_of_k<T>(a, first_of_k(a, place.b, place.hkv) + first_of_own(DP / 2));
+      fg::copy_rows_async<threads, DP / 2>(their_k_tile(), half, theirs, fg::min(BC, kv_len - theirs));
+    }
     fg::copy_async_commit();
     if (threadIdx.x == 0) fg::shared_store(&visits.notes()->column0, place.column0);
   }
 
   // dK and dV, and what goes no further than one key tile, of the query heads that share it.
-  FG_DEVICE void visit_heads(const Place& place) {
+  // `first`: it is the block's first key tile; `started`: its list and its first tile of queries are on their way.
+  FG_DEVICE void visit_heads(
+      const Place& place, [[maybe_unused]] bool first = true, [[maybe_unused]] bool started = false) {
     fg::clear(dk);
     fg::clear(dv);
+    if constexpr (decltype(sums)::histograms > 0) {
+      for (int which = 0; which < decltype(sums)::histograms; ++which)
+        for (int n = fg::lane_index(); n < BINS; n += 32) fg::shared_store(bins(which) + n, 0.0f);
+      fg::warp_barrier();
+    }
+    if constexpr (Spec::sqdist) {
+      fg::copy_async_wait<0>();
+      Team::barrier();
+#pragma unroll
+      for (int k = 0; k < 2 * m_tiles; ++k) {
+        columns[k].kk = fg::squared_norm(k_tile(), key(k));
+        by_column[k] = 0.0f;
+      }
+    }
+    sums.begin_launch();
+    int head = place.b * int(a.heads) + place.hkv * (int(a.heads) / int(a.kv_heads));  // counted through the batch
 #pragma unroll 1
     for (int n = 0; n < int(a.heads) / int(a.kv_heads); ++n) {
-      const Place own = this->place();
-      const int b = own.b, h = own.hkv * (int(a.heads) / int(a.kv_heads)) + n, head = b * int(a.heads) + h;
+      int b, h;
+      if constexpr (Spec::longest_first) {
+        if (n > 0) head = visits.noted(&Notes::head) + 1;
+        b = unsigned(head) / unsigned(a.heads), h = head - b * int(a.heads);
+      } else {
+        const Place own = P::persistent && n == 0 ? place : this->place();
+        b = own.b, h = own.hkv * (int(a.heads) / int(a.kv_heads)) + n, head = b * int(a.heads) + h;
+      }
       x = make_head(a, u, b, h);
       Team::barrier();  // everyone is done with the head before
       // producers, too, though it had no tile
@@ -813,27 +958,36 @@ template <class T, bool atomic, Adding how> struct Block {
         if constexpr (P::tensor_copies) {  // slabs in the place of elements
           fg::shared_store(&visits.notes()->q, fg::slab_of(maps->q, b, h));
           fg::shared_store(&visits.notes()->d_o, fg::slab_of(maps->d_o, b, h));
-        } else {
+        } else
+        {
           fg::shared_store(&visits.notes()->q, first_of_q(a, b, h));
           fg::shared_store(&visits.notes()->d_o, first_of_d_o(a, b, h));
         }
         fg::shared_store(&visits.notes()->head, head);
       }
       Team::barrier();
-      x.origin = int(a.kv_start) + column0();
+      if constexpr (Spec::distance) x.origin = int(a.kv_start) + column0();
 #pragma unroll
       for (int k = 0; k < 2 * m_tiles; ++k) {
         Column c = make_column(a, u, x, int(a.kv_start) + fg::min(column0() + key(k), kv_len - 1));
+        if constexpr (Spec::sqdist) c.kk = columns[k].kk;
+        if constexpr (Spec::norms) c.from_norm = from_norm(a, u, x, c.kk);
+        if constexpr (Spec::diagonals) {
+          static_assert(16 * m_tiles <= Spec::BEYOND, "keys past the last one read, too");
+          c.begin = int(a.kv_start) + fg::min(column0() + key(0), kv_len - 1), c.offset = 8 * k;
+        }
         columns[k] = c;
       }
-      sum_by_slope = 0.0f;
+      sums.begin_head();
 #pragma unroll 1
-      for (int window = 0; window < tiles(); window = visits.first() + fg::WINDOW) {
-        if (P::producers > 0 && window > 0) fg::barrier_meet(LIST_FREE, P::threads);
-        fg::find_visits<Team>(visits.list, window, fg::min(window + fg::WINDOW, tiles()), classify());
-        if constexpr (P::tensor_copies) make_signals(n > 0 || window > 0);
+      for (int window = first_tile(); window < end_tile(); window = visits.first() + fg::WINDOW) {
+        if (P::producers > 0 && window > first_tile()) fg::barrier_meet(LIST_FREE, P::threads);
+        const bool begins = n == 0 && window == first_tile();
+          find_visits(window, end_tile());
+        if constexpr (P::tensor_copies)
+          if (!(started && begins)) make_signals(!first || !begins);
         Team::barrier();  // everyone is done with the last tiles of the window before
-        if constexpr (P::warpgroups) multiply_window();
+        if constexpr (P::warpgroups) multiply_window(begins, started && begins);
         else visit();
       }
       finish_head();
@@ -861,29 +1015,38 @@ template <class T, bool atomic, Adding how> struct Block {
     fg::copy_async_wait<stages - 1>();
     Team::barrier();
     if (stages == 2) load_q(n + 1);
+    if constexpr (Spec::sqdist) {
+      if constexpr (Spec::norms) take_norms(n);
+      else fg::squared_norms<threads>(rows(RowWords::qq, n), q_tile(n));
+      Team::barrier();
+    }
     // Sᵀ = K Qᵀ, dPᵀ = V dOᵀ, for this warp's keys and its part of the queries
     fg::Accumulators<m_tiles, s_tiles> s, dp;
     fg::clear(s);
-    fg::product(s, k_tile(), warp_key, q_tile(n), part * 8 * s_tiles);
+    if (weighs()) fg::product(s, k_tile(), warp_key, q_tile(n), part * 8 * s_tiles);
     fg::copy_async_wait<stages - 1>();
     Team::barrier();
+    const KeptPairs kept_pairs = weighs() ? drawn_pairs(n) : KeptPairs{};
     fg::clear(dp);
-    fg::product(dp, v_tile(), warp_key, d_o_tile(n), part * 8 * s_tiles);
-    pairs<masked>(s, dp, n);
+    if (weighs()) {
+      fg::product(dp, v_tile(), warp_key, d_o_tile(n), part * 8 * s_tiles);
+      pairs<masked>(s, dp, kept_pairs, n);
+    }
     fetch_rows(n + 1);
 
-    // dV += Pᵀ dO, dK += dSᵀ Q, and this tile's part of dQ = dS K
-    if constexpr (atomic || split > 1) {
-      const int lane = fg::again(fg::lane_index());
+    // dV += Pᵀ dO, dK += dSᵀ Q, and, if it is wanted, this tile's part of dQ = dS K
+    if constexpr (atomic || split > 1)
+      if (weighs()) {
+        const int lane = fg::again(fg::lane_index());
 #pragma unroll
-      for (int m = 0; m < m_tiles; ++m)
+        for (int m = 0; m < m_tiles; ++m)
 #pragma unroll
-        for (int t = 0; t < s_tiles; ++t) {
-          const int column = part * 8 * s_tiles + 8 * t;
-          fg::store_fragment(ds_tile(n), warp_key + 16 * m, column, dp.at[m][t], lane);
-          if constexpr (split > 1) fg::store_fragment(p_tile(), warp_key + 16 * m, column, s.at[m][t], lane);
-        }
-    }
+          for (int t = 0; t < s_tiles; ++t) {
+            const int column = part * 8 * s_tiles + 8 * t;
+            fg::store_fragment(ds_tile(n), warp_key + 16 * m, column, dp.at[m][t], lane);
+            if constexpr (split > 1) fg::store_fragment(p_tile(), warp_key + 16 * m, column, s.at[m][t], lane);
+          }
+      }
     if constexpr (split == 1) {
       fg::product_across(dv, s, d_o_tile(n), 0);
     } else {
@@ -902,16 +1065,63 @@ template <class T, bool atomic, Adding how> struct Block {
     }
   }
 
+  FG_DEVICE float* bins(int which) const {
+    return reinterpret_cast<float*>(memory + Memory::HISTOGRAM) +
+        (which * P::warps + fg::again(int(threadIdx.x)) / 32) * BINS;
+  }
   // This lane's first query of a tile.
   FG_DEVICE int begin_of_tile(int row0) const {
     return int(a.q_start) + row0 + part * 8 * s_tiles + fg::fragment_column(0);
   }
+  // Whether the scores of a row of this warp's part of a tile are extreme. The products of such rows are counted from
+  // what the forward pass has counted them from.
+  FG_DEVICE bool any_extreme(int n) const {
+    const int lane = fg::lane_index();
+    const uint16_t* const own = marks(n) + part * 8 * s_tiles;
+    uint32_t seen = 0;
+#pragma unroll
+    for (int first = 0; first < 2 * s_tiles; first += 32) {  // a lane looks at four rows at a time
+      uint2 four = {0, 0};
+      if (first + lane < 2 * s_tiles) four = fg::shared_load(reinterpret_cast<const uint2*>(own) + first + lane);
+      seen |= four.x | four.y;
+    }
+    return fg::ballot(seen != 0) != 0;
+  }
+  FG_DEVICE void count_from_marks(fg::Accumulators<m_tiles, s_tiles>& s, int n) const {
+    const int64_t row0 = int64_t(visits.noted(&Notes::head)) * lse_rows() + visits.tile(n) * BR;
+#pragma unroll
+    for (int t = 0; t < s_tiles; ++t)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = part * 8 * s_tiles + 8 * t + fg::fragment_column(e);
+        float top = 0.0f;
+        if (fg::shared_load(marks(n) + row) != 0) top = fg::global_load(a.lse_parts + 2 * (row0 + row));
+        if constexpr (Spec::sign_of_factor) top = product_of<Spec>(u, top);
+#pragma unroll
+        for (int k = 0; k < 2 * m_tiles; ++k) {
+          float& value = s.at[k / 2][t][k % 2 * 2 + e];
+          value = __fadd_rn(value, -top);
+        }
+      }
+  }
+  // Which pairs of this warp's part of a tile are kept.
+  using KeptPairs = typename Spec::template KeptPairs<true, m_tiles, s_tiles>;
+  FG_DEVICE KeptPairs drawn_pairs(int n) const {
+    KeptPairs kept_pairs;
+    const int query = int(a.q_start) + visits.tile(n) * BR + part * 8 * s_tiles;
+    if constexpr (dropped) draw(kept_pairs, Spec::dropout(a, u, x), query, int(a.kv_start) + column0() + warp_key);
+    return kept_pairs;
+  }
   // Products to Pᵀ (in s) and dSᵀ ∘ ∂S/∂dot (in dp), but for a constant factor.
   template <bool masked>
-  FG_DEVICE void pairs(fg::Accumulators<m_tiles, s_tiles>& s, fg::Accumulators<m_tiles, s_tiles>& dp, int n) {
+  FG_DEVICE void pairs(fg::Accumulators<m_tiles, s_tiles>& s, fg::Accumulators<m_tiles, s_tiles>& dp,
+                       const KeptPairs& kept_pairs, int n) {
     const int row0 = visits.tile(n) * BR;
-    const float *const lse_of_rows = rows(RowWords::lse, n), *const delta_of_rows = rows(RowWords::delta, n);
-    float sum_by_slope = 0.0f;  // short sums of sums lose less than one long sum
+    typename decltype(sums)::template OfTile<masked> of_tile;
+    of_tile.find(*this, row0);
+    of_tile.begin(*this, row0);
+    if constexpr (Spec::marked)
+      if (any_extreme(n)) count_from_marks(s, n);
     const int keys = kv_len - column0();
 #pragma unroll
     for (int t = 0; t < s_tiles; ++t)
@@ -919,29 +1129,22 @@ template <class T, bool atomic, Adding how> struct Block {
       for (int e = 0; e < 2; ++e) {
         const int row = part * 8 * s_tiles + 8 * t + fg::fragment_column(e);
         Row r = make<masked>(n, row0, row);
-        // one conversion for the whole tile
-        r.near = fg::to_float(begin_of_tile(row0) - x.origin), r.step = float(8 * t + e);
-        const float lse = fg::shared_load(lse_of_rows + row), delta = fg::shared_load(delta_of_rows + row);
-        const float top = fg::shared_load(rows(RowWords::top, n) + row) - row_score(a, u, x, r);
+        place_as_sum<Spec, masked>(r, x, begin_of_tile(row0), 8 * t + e);
+        if constexpr (Spec::sqdist) r.qq = fg::shared_load(rows(RowWords::qq, n) + row);
+        const MovingRow state = state_of_row<Spec, RowWords>(*this, n, r, row);
 #pragma unroll
         for (int k = 0; k < 2 * m_tiles; ++k) {
-          float &value = s.at[k / 2][t][k % 2 * 2 + e], &d_value = dp.at[k / 2][t][k % 2 * 2 + e];
-          const Column& c = columns[k];
-          [[maybe_unused]] bool kept = true;
-          if (masked) kept = row0 + row < q_len && key(k) < keys && keep(a, u, x, r, c);
-          const float dot = value;
-          const float e_ = score(a, u, x, r, c, dot);
-          kept = kept && e_ != -INFINITY;
-          float p = kept ? fg::exp2_approximate(__fmaf_rn(__fadd_rn(e_, -top), 1.44269504f, -lse)) : 0.0f;
-          float d_weight = d_value;
-          const float d_score = p * (d_weight - delta);
-          value = p;
-          d_value = d_score;
-          // ∂L/∂slope[h]
-          if (kept) sum_by_slope += d_score * score_by_slope(a, u, x, r, c, dot);
+          const int m = k / 2, at = k % 2 * 2 + e;
+          Pair<Spec, masked, dropped, in_bounds> pair = {a, u, x, r, columns[k], 1.0f, true};
+          if (masked) pair.kept = row0 + row < q_len && key(k) < keys && keep(a, u, x, r, columns[k]);
+          if constexpr (dropped) pair.survivor = kept_pairs.of(m, t, at, a.dropout_scale);
+          pair.differentiate(s.at[m][t][at], dp.at[m][t][at], state);
+          of_tile.add(*this, pair, t, e, k);
+          if constexpr (Spec::sqdist)
+            if (pair.kept) by_column[k] += pair.d_norm();
         }
       }
-    this->sum_by_slope += sum_by_slope;
+    of_tile.end(*this);
   }
   FG_DEVICE int key(int k) const { return warp_key + 16 * (k / 2) + fg::fragment_row(k % 2 * 2); }
 
@@ -952,10 +1155,20 @@ template <class T, bool atomic, Adding how> struct Block {
     constexpr int column_warps = fg::largest_divisor(DP / 16, P::warps / row_warps), q_tiles = DP / 8 / column_warps;
     const int warp = fg::warp_index(), row = warp % row_warps * 16 * row_tiles, column = warp / row_warps * 8 * q_tiles;
     if (warp / row_warps >= column_warps) return;
+    const int groups = (q_len + 15) / 16;  // of 16 rows
+    // tiles at a time: registers hold dK and dV
+    constexpr int some = P::divided ? 2 * fg::largest_divisor(q_tiles / 2, 8 / row_tiles) : q_tiles;
+#pragma unroll 1
+    for (int begin = column; begin < column + 8 * q_tiles; begin += 8 * some)
+      add_columns_to_dq<row_tiles, some>(n, row0, row, begin, groups);
+  }
+  template <int row_tiles, int q_tiles>
+  FG_DEVICE void add_columns_to_dq(int n, int row0, int row, int column, int groups) {
     fg::Accumulators<row_tiles, q_tiles> dq;
     fg::clear(dq);
     fg::product_across(dq, ds_tile(n), row, k_tile(), column);
-    const int groups = (q_len + 15) / 16;  // of 16 rows
+    if constexpr (Spec::tangent)
+      if (a.t_k) fg::product_across(dq, t_ds_tile(), row, t_k_tile(), column);
 #pragma unroll
     for (int m = 0; m < row_tiles; ++m) {
       const int group = (row0 + row) / 16 + m;
@@ -989,9 +1202,12 @@ template <class T, bool atomic, Adding how> struct Block {
   // beside them.
   FG_DEVICE int own_warp() const { return s_ahead ? warp : fg::warp_index(); }
   FG_DEVICE int group() const { return groups == 1 ? 0 : own_warp() / 4; }
-  // Of those who copy, the threads that bring what rows carry, and how much each.
-  static constexpr int CARRIERS = has_producers && PRODUCERS < BR ? PRODUCERS : BR,
+  // Of those who copy, the threads that bring what rows carry, and how much each; one warp is enough where that is
+  // nothing.
+  static constexpr int CARRIERS = !Spec::row_state ? 32 : has_producers && PRODUCERS < BR ? PRODUCERS : BR,
       rows_each = (BR + CARRIERS - 1) / CARRIERS;
+  static constexpr int COPIERS_OF_PAIRS = 32 * pairs_staged;  // those behind
+  static_assert(!pairs_staged || CARRIERS + COPIERS_OF_PAIRS <= PRODUCERS, "one warp is left for what pairs read");
 
   // Named barriers: tile n is in its stage; its stage may be filled again; the other warpgroups have shared their dS of
   // it, and are done with that of the tile before.
@@ -1000,8 +1216,10 @@ template <class T, bool atomic, Adding how> struct Block {
   FG_DEVICE static constexpr int shared_ds(int n, int group) {
     return 1 + stages * (groups + 1) + int(fg::stage_of<2>(n)) * groups + group;
   }
-  static constexpr int LIST_FREE = 1 + stages * (groups + 1) + 2 * groups, LISTED = LIST_FREE + 1;
-  static_assert(LISTED < 15, "there are 16 barriers, one of them the team's");
+  static constexpr int LIST_FREE = 1 + stages * (groups + 1) + 2 * groups, LISTED = LIST_FREE + 1,
+      TILE_KNOWN = LISTED + 1;
+  static_assert(
+      (persistent && has_producers ? TILE_KNOWN : LISTED) < 15, "there are 16 barriers, one of them the team's");
 
   static constexpr int row_groups = P::warpgroups ? fg::largest_divisor(BR / 64, groups) : 1,
       column_groups = P::dq_column_groups, q_tiles = DP / 8 / column_groups;
@@ -1013,6 +1231,8 @@ template <class T, bool atomic, Adding how> struct Block {
   FG_DEVICE Signals signals() const { return {reinterpret_cast<uint64_t*>(memory + Memory::SIGNALS)}; }
   FG_DEVICE void make_signals(bool again) const {
     if (threadIdx.x == 0) signals().make(again, threads, 1, CARRIERS);
+    if constexpr (pairs_staged)
+      if (threadIdx.x == 0) this->pair_signals().make(again, threads, COPIERS_OF_PAIRS);
   }
   FG_DEVICE void start_tile(int n) const {
     start_tile(n, visits.tile(n), visits.noted(&Notes::q), visits.noted(&Notes::d_o));
@@ -1020,8 +1240,13 @@ template <class T, bool atomic, Adding how> struct Block {
   FG_DEVICE void start_tile(int n, int tile, int q_slab, int d_o_slab) const {
     uint64_t* const there = signals().full(n);
     fg::mbarrier_expect(there, QTile::bytes + OTile::bytes);
-    fg::copy_tile_async(q_tile(n), maps->q, tile * BR, q_slab, there);
-    fg::copy_tile_async(d_o_tile(n), maps->d_o, tile * BR, d_o_slab, there);
+    if constexpr (Spec::ragged) {
+      fg::copy_tile_async(q_tile(n), maps->q, rows_of_queries(a), tile * BR, q_slab, there);
+      fg::copy_tile_async(d_o_tile(n), maps->d_o, rows_of_queries(a), tile * BR, d_o_slab, there);
+    } else {
+      fg::copy_tile_async(q_tile(n), maps->q, tile * BR, q_slab, there);
+      fg::copy_tile_async(d_o_tile(n), maps->d_o, tile * BR, d_o_slab, there);
+    }
   }
 
   FG_DEVICE bool is_producer() const { return int(threadIdx.x) >= 32 * P::warps; }
@@ -1030,27 +1255,36 @@ template <class T, bool atomic, Adding how> struct Block {
 #pragma unroll 1
     for (int n = 0; n < int(a.heads) / int(a.kv_heads); ++n)
 #pragma unroll 1
-      for (int window = 0; window < tiles(); window += fg::WINDOW) {
+      for (int window = first_tile(); window < end_tile(); window += fg::WINDOW) {
         fg::barrier_meet(LIST_FREE, P::threads);
         fg::barrier_meet(LISTED, P::threads);
+        if constexpr (SEEN > 0 || (Spec::prefetch && Spec::weighs_first) || P::stores_whole) {
+          const int head = visits.noted(&Notes::head), b = unsigned(head) / unsigned(a.heads);
+          x = make_head(a, u, b, head - b * int(a.heads));
+        }
         if (visits.count() > 0) copy_tiles();
       }
   }
-  FG_DEVICE void multiply_window() {
+
+  // `begins`: it is the key tile's first one; `started`: its first tile is on its way.
+  FG_DEVICE void multiply_window([[maybe_unused]] bool begins, [[maybe_unused]] bool started) {
     if constexpr (has_producers) {
       fg::barrier_meet(LISTED, P::threads);  // Q and dO may come
       fg::copy_async_wait<0>();              // K and V
       fg::publish_shared();
       Team::barrier();
     } else {
-      copy_next_tile(0);
+      if (!started) copy_next_tile(0);
       fetch_rows(0);
       put_rows(0);
       if constexpr (P::tensor_copies) {
         fg::copy_async_wait<0>();  // K and V
         fg::publish_shared();
       }
+      if constexpr (persistent)
+        if (begins) this->note_next();
     }
+    if constexpr (pairs_staged) in_chunks = this->has_chunks();
     int n = 0;
     fg::Accumulators<1, s_tiles> s[parts];
     if constexpr (dq_late) {
@@ -1071,22 +1305,43 @@ template <class T, bool atomic, Adding how> struct Block {
     if constexpr (dq_late) finish_dq(n - 1);
   }
 
+  template <class ToDk, class ToDv> FG_DEVICE void store_by_warpgroups(ToDk to_dk, ToDv to_dv, int count) const {
+    if constexpr (Spec::writes_f32_of_keys) {
+      fg::copy_async_wait<0>();
+      fg::store_sums<D>(to_dk, dk.at[0], warp_key, fg::ColumnsFrom{8 * k_tiles * part}, count);
+      fg::store_sums<DV>(to_dv, dv.at[0], warp_key, fg::ColumnsFrom{8 * v_tiles * part}, count);
+    } else {
+      fg::store_fragments<T, D, fg::Kept::briefly>(to_dk, dk.at[0], warp_key, count);
+      fg::store_fragments<T, DV, fg::Kept::briefly>(to_dv, dv.at[0], warp_key, count);
+    }
+    if (has_producers && atomic && fg::lane_index() == 0) fg::bulk_wait_read();
+  }
+
   FG_DEVICE void copy_tiles() {
     const int count = visits.count(), thread = int(threadIdx.x) - CONSUMERS;
     if constexpr (P::tensor_copies) {
+      bool staged = false;
+      if constexpr (pairs_staged) {
+        staged = this->has_chunks();
+        if (staged && thread >= CARRIERS && thread < CARRIERS + COPIERS_OF_PAIRS) this->copy_pairs();
+      }
       if (thread >= CARRIERS) return;
 #pragma unroll 1
       for (int n = 0; n < count; ++n) {
+        [[maybe_unused]] uint32_t number_of_turn = 0;
+        if constexpr (takes_turns)
+          if (thread == 0) number_of_turn = this->claim_turn(n);  // while there is no room for what is copied
         float lses[rows_each], deltas[rows_each];  // on their way while there is no room for them
-        carry(lses, deltas, n, thread);
+        uint32_t seen[rows_each][SEEN > 0 ? SEEN : 1];
+        const bool partial = n < visits.partials();
+        if constexpr (Spec::row_state) carry(lses, deltas, n, thread);
+        if constexpr (SEEN > 0)
+          if (partial) carry(seen, n, thread);
         signals().await_room(n);
         if (thread == 0) start_tile(n);
-#pragma unroll
-        for (int k = 0; k < rows_each; ++k) {
-          const int at = thread + k * CARRIERS;
-          if (at >= BR) continue;
-          put_row(n, at, lses[k], deltas[k]);
-        }
+        if constexpr (Spec::row_state) put_carried(lses, deltas, seen, partial, n, thread);
+        if constexpr (takes_turns)
+          if (thread == 0) this->await_turn(n, number_of_turn);
         // after what was read of the block's place, too: a next head overwrites it
         fg::mbarrier_arrive(signals().full(n, ROWS_SHOWN));
       }
@@ -1096,11 +1351,19 @@ template <class T, bool atomic, Adding how> struct Block {
     for (int n = 0; n < count; ++n) {
       if (n >= stages) fg::barrier_wait(used(n), PRODUCERS + CONSUMERS);
       copy_tile<PRODUCERS>(n, thread);
-      for (int row = visits.tile(n) * BR + thread, last = visits.tile(n) * BR + BR; row < last; row += PRODUCERS) {
-        const int place = visits.noted(&Notes::head) * lse_rows() + row, at = row + BR - last;
-        put_row(n, at, row < q_len ? fg::global_load(a.lse + place) : -INFINITY,
-                row < q_len ? fg::global_load(delta_of(a) + place) : 0.0f);
-      }
+      if constexpr (Spec::row_state)
+        for (int row = visits.tile(n) * BR + thread, last = visits.tile(n) * BR + BR; row < last; row += PRODUCERS) {
+          const int place = visits.noted(&Notes::head) * lse_rows() + row, at = row + BR - last;
+          put_row(n, at, row < q_len ? load_lse(place) : Spec::divided ? 0.0f : -INFINITY,
+                  row < q_len ? fg::global_load(delta_of(a) + place) : 0.0f);
+          if constexpr (SEEN > 0)
+            if (n < visits.partials()) {
+              uint32_t seen[SEEN];
+              see(seen, make_row(a, u, x, int(a.q_start) + fg::min(row, q_len - 1)));
+#pragma unroll
+              for (int k = 0; k < SEEN; ++k) fg::shared_store(seen_rows(k, n) + at, seen[k]);
+            }
+        }
       fg::copy_async_wait<0>();
       fg::publish_shared();
       for (int group = 0; group < groups; ++group) fg::barrier_arrive(copied(n, group), PRODUCERS + 128);
@@ -1112,8 +1375,28 @@ template <class T, bool atomic, Adding how> struct Block {
 #pragma unroll
     for (int k = 0; k < rows_each; ++k) {
       const bool real = row0 + k * CARRIERS < q_len;
-      lses[k] = real ? fg::global_load(a.lse + place + k * CARRIERS) : -INFINITY;
+      lses[k] = real ? load_lse(place + k * CARRIERS) : Spec::divided ? 0.0f : -INFINITY;
       deltas[k] = real ? fg::global_load(delta_of(a) + place + k * CARRIERS) : 0.0f;
+    }
+  }
+  template <int words> FG_DEVICE void carry(uint32_t (&seen)[rows_each][words], int n, int thread) const {
+    const int row0 = visits.tile(n) * BR + thread;
+#pragma unroll
+    for (int k = 0; k < rows_each; ++k)
+      see(seen[k], make_row(a, u, x, int(a.q_start) + fg::min(row0 + k * CARRIERS, q_len - 1)));
+  }
+  FG_DEVICE void put_carried(const float (&lses)[rows_each], const float (&deltas)[rows_each],
+                             const uint32_t (&seen)[rows_each][SEEN > 0 ? SEEN : 1], bool partial, int n,
+                             int thread) const {
+#pragma unroll
+    for (int k = 0; k < rows_each; ++k) {
+      const int at = thread + k * CARRIERS;
+      if (at >= BR) continue;
+      put_row(n, at, lses[k], deltas[k]);
+      if constexpr (SEEN > 0)
+        if (partial)
+#pragma unroll
+          for (int word = 0; word < SEEN; ++word) fg::shared_store(seen_rows(word, n) + at, seen[k][word]);
     }
   }
   // Without producer warps, where the places of tile n are free.
@@ -1180,22 +1463,46 @@ template <class T, bool atomic, Adding how> struct Block {
       const bool more = k + 1 < parts;
       part = k;
       // dV += Pᵀ dO, dK += dSᵀ Q
-      float carried[2 * s_tiles];  // of this lane's rows: read before the wait that it is needed after
-      load_rows(carried, rows(RowWords::lse, n) + 8 * s_tiles * k);
-      if (k > 0) fg::wait_products<2>(s[k]);
-      else if (!s_ahead) fg::wait_products<1>(s[k]);
-      weigh_pairs<masked>(s[k], carried, n);
-      fg::round_into(p[k], s[k]);
-      fg::begin_products(dv, p[k]);
-      fg::start_product_across(dv, p[k], d_o_tile(n), 8 * s_tiles * k);
-      fg::warpgroup_commit();
-      if (more) start_s(s[k + 1], n, k + 1);
-      if constexpr (!tight) load_rows(carried, rows(RowWords::delta, n) + 8 * s_tiles * k);
-      if (more) fg::wait_products<2>(dp[k]);
-      else fg::wait_products<1>(dp[k]);
-      if constexpr (tight) load_rows(carried, rows(RowWords::delta, n) + 8 * s_tiles * k);
-      differentiate_pairs<masked>(s[k], dp[k], carried, n);
+      if constexpr (Spec::weighs_first) {
+        Ahead ahead;
+        bool transposed = false;
+        if constexpr (pairs_staged) {
+          if (in_chunks) this->take_pairs(ahead, n);
+          else transposed = read_ahead<masked>(ahead, n);
+        } else {
+          transposed = read_ahead<masked>(ahead, n);
+        }
+        float carried[2 * s_tiles];  // of this lane's rows: read before the wait that it is needed after
+        load_rows(carried, rows(RowWords::lse, n) + 8 * s_tiles * k);
+        Known known;
+        ask<masked>(known, n);  // so is this
+        if (k > 0) fg::wait_products<2>(s[k]);
+        else if (!s_ahead) fg::wait_products<1>(s[k]);
+        if (transposed) transpose(ahead);
+        weigh<masked>(s[k], carried, n, known, ahead, [&](const fg::Accumulators<1, s_tiles>& weights) {
+          fg::round_into(p[k], weights);
+        });
+        fg::begin_products(dv, p[k]);
+        fg::start_product_across(dv, p[k], d_o_tile(n), 8 * s_tiles * k);
+        fg::warpgroup_commit();
+        if (more) start_s(s[k + 1], n, k + 1);
+        if constexpr (!tight) load_rows(carried, rows(RowWords::delta, n) + 8 * s_tiles * k);
+        if (more) fg::wait_products<2>(dp[k]);
+        else fg::wait_products<1>(dp[k]);
+        if constexpr (tight) load_rows(carried, rows(RowWords::delta, n) + 8 * s_tiles * k);
+        differentiate_pairs<masked>(s[k], dp[k], carried, n);
+      } else {
+        const KeptPairs kept_pairs = drawn_pairs(n);  // while products run
+        fg::wait_products<0>(s[k], dp[k]);
+        pairs<masked>(s[k], dp[k], kept_pairs, n);
+        fg::round_into(p[k], s[k]);
+        fg::begin_products(dv, p[k]);
+        fg::start_product_across(dv, p[k], d_o_tile(n), 8 * s_tiles * k);
+        fg::warpgroup_commit();
+        if (more) start_s(s[k + 1], n, k + 1);
+      }
       fg::round_into(ds[k], dp[k]);
+      if constexpr (Spec::stores_pairs) this->template store_pairs<masked>(dp[k], ds[k], n);
       if constexpr (atomic) {
         if (dq_late && !first && k == 0) await_ds(n - 1);
         store_ds(ds[k], n);
@@ -1290,6 +1597,7 @@ template <class T, bool atomic, Adding how> struct Block {
     send_dq(n);
   }
   FG_DEVICE void release_tile(int n) {
+    if constexpr (takes_turns) this->leave_turn(n);
     if (!has_producers) put_rows(n + 1);
     if (!has_producers || n + stages >= visits.count()) return;
     if constexpr (P::tensor_copies) return signals().release(n);
@@ -1303,6 +1611,16 @@ template <class T, bool atomic, Adding how> struct Block {
       values[2 * t] = pair.x, values[2 * t + 1] = pair.y;
     }
   }
+  using Ahead = ReadsNothing;
+  template <bool masked> FG_DEVICE bool read_ahead(Ahead&, int) const { return false; }
+  FG_DEVICE static void transpose(Ahead&) {}
+  // Whether scores of a row are extreme, where marks say so.
+  struct Known {
+    bool extreme = false;
+  };
+  template <bool masked> FG_DEVICE void ask(Known& known, [[maybe_unused]] int n) const {
+    if constexpr (Spec::marked) known.extreme = any_extreme(n);
+  }
   // Which queries of a masked tile keep this lane's key k, as bits of its elements: none of one past the last of so
   // many `keys`.
   FG_DEVICE fg::LaneBits<s_tiles> queries_of(int k, int row0, int keys) const {
@@ -1311,9 +1629,11 @@ template <class T, bool atomic, Adding how> struct Block {
   }
   // Products to Pᵀ.
   template <bool masked>
-  FG_DEVICE void weigh_pairs(
-      fg::Accumulators<1, s_tiles>& s, const float (&lses)[2 * s_tiles], [[maybe_unused]] int n) {
+  FG_DEVICE void weigh_pairs(fg::Accumulators<1, s_tiles>& s, const float (&lses)[2 * s_tiles], [[maybe_unused]] int n,
+                             [[maybe_unused]] const Known& known, [[maybe_unused]] const Ahead& ahead) {
     [[maybe_unused]] const int row0 = visits.tile(n) * BR, keys = kv_len - column0();
+    if constexpr (Spec::marked)
+      if (known.extreme) count_from_marks(s, n);
 #pragma unroll
     for (int t = 0; t < s_tiles; ++t)
 #pragma unroll
@@ -1328,7 +1648,8 @@ template <class T, bool atomic, Adding how> struct Block {
         for (int k = 0; k < 2; ++k) {
           float& value = s.at[0][t][k * 2 + e];
           [[maybe_unused]] const Column& c = columns[k];
-          value = fg::exp2_approximate(__fmaf_rn(__fadd_rn(score(a, u, x, r, c, value), -top), 1.44269504f, -lse));
+          value = fg::exp2_approximate(
+              __fmaf_rn(__fadd_rn(score(a, u, x, r, ahead.of(c, k, t, e), value), -top), 1.44269504f, -lse));
         }
       }
     if constexpr (masked)
@@ -1342,35 +1663,65 @@ template <class T, bool atomic, Adding how> struct Block {
             if (!kept.has(t, e)) s.at[0][t][2 * k + e] = 0.0f;  // past the last query it is
       }
   }
+  // Products to Pᵀ, which `use` takes.
+  template <bool masked, class Carried, class Use>
+  FG_DEVICE void weigh(fg::Accumulators<1, s_tiles>& s, const Carried& lses, int n, const Known& known,
+                       const Ahead& ahead, const Use& use) {
+    if constexpr (Spec::weighs_with_slope) {
+      fg::Accumulators<1, s_tiles> weights;
+      this->template weigh_pairs<masked>(s, weights, lses, n, known, ahead);
+      use(weights);
+    } else {
+      this->template weigh_pairs<masked>(s, lses, n, known, ahead);
+      use(s);
+    }
+  }
   // Pᵀ (in s) and dPᵀ (in dp) to dSᵀ, but for a constant factor.
+  // Where all pairs of a warp add to one element none asks where.
   template <bool masked>
   FG_DEVICE void differentiate_pairs(const fg::Accumulators<1, s_tiles>& s, fg::Accumulators<1, s_tiles>& dp,
-                                     const float (&deltas)[2 * s_tiles], [[maybe_unused]] int n) {
-    const int row0 = visits.tile(n) * BR;
-    constexpr float dot = 0.0f;  // nothing below depends on it
-    float sum_by_slope = 0.0f;  // short sums of sums lose less than one long sum
+                                     const float (&deltas)[2 * s_tiles], int n) {
+    typename decltype(sums)::template OfTile<masked, true> of_tile;
+    of_tile.find(*this, visits.tile(n) * BR);
+    if constexpr (decltype(sums)::apart)
+      if (of_tile.is_scattered()) return differentiate_pairs<masked, true>(s, dp, deltas, n, of_tile);
+    differentiate_pairs<masked, false>(s, dp, deltas, n, of_tile);
+  }
+  template <bool masked, bool scattered, class OfTile>
+  FG_DEVICE void differentiate_pairs(const fg::Accumulators<1, s_tiles>& s, fg::Accumulators<1, s_tiles>& dp,
+                                     const float (&deltas)[2 * s_tiles], int n, OfTile& of_tile) {
+    constexpr bool captures = decltype(sums)::any, later = decltype(sums)::later, apart = decltype(sums)::apart;
+    [[maybe_unused]] const int row0 = visits.tile(n) * BR;
+    of_tile.begin(*this, row0);
 #pragma unroll
     for (int t = 0; t < s_tiles; ++t)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int row = 8 * s_tiles * part + 8 * t + fg::fragment_column(e);
-        [[maybe_unused]] Row r = make<masked>(n, row0, row);
-        // one conversion for the whole tile
-        r.near = fg::to_float(begin_of_tile(row0) - x.origin), r.step = float(8 * t + e);
+        Row r;
+        if constexpr (captures) {
+          r = make<masked>(n, row0, row);
+          place_as_sum<Spec, masked>(r, x, begin_of_tile(row0), 8 * t + e);
+        }
         const float delta = deltas[2 * t + e];
 #pragma unroll
         for (int k = 0; k < 2; ++k) {
           const float p = s.at[0][t][k * 2 + e];
           float& d_value = dp.at[0][t][k * 2 + e];
-          [[maybe_unused]] const Column& c = columns[k];
-          const bool kept = !masked || (p != 0.0f);
-          const float d_score = p * (d_value - delta);
+          const float d_score = Spec::reaching(d_value, p, delta, 0.0f);
           d_value = d_score;
-          // ∂L/∂slope[h]
-          if (kept) sum_by_slope += d_score * score_by_slope(a, u, x, r, c, dot);
+          if constexpr (captures) {
+            // past the last query P is NaN where keys are
+            Pair<Spec, masked, false, in_bounds> pair =
+                {a, u, x, r, columns[k], 1.0f, !masked || (p != 0.0f && (!(later || apart) || row0 + row < q_len))};
+            pair.terms.d_score = d_score;
+            if constexpr (later) d_value = pair.kept ? d_score : 0.0f;
+            of_tile.template add<scattered>(*this, pair, t, e, k);
+          }
         }
       }
-    this->sum_by_slope += sum_by_slope;
+    of_tile.end(*this);
+    sums.template add_later<masked>(*this, dp, row0);
   }
 
   // Where a warp's 16 rows of a tile of dQ are summed up; null past the last row, and where the warpgroup has no
@@ -1411,17 +1762,36 @@ template <class T, bool atomic, Adding how> struct Block {
 
   // ---- epilogue ----
 
-  // The gradients of captured values that do not go further than one query head.
+  // The gradients of captured values that do not go further than one query head, and than one key tile.
   FG_DEVICE void finish_head() {
-    if (a.grad_slope) {
-      const float total = fg::team_sum<Team>(sum_by_slope, reinterpret_cast<float*>(memory + Memory::SUMS));
-      if (threadIdx.x == 0) adder.template add<0>(a, a.grad_slope, int64_t(int64_t(x.h)), total);
-    }
+    if constexpr (P::warpgroups) sums.leave_runs(*this);
+    sums.end_head(*this);
   }
-
-  // Those that go no further than one key tile.
   FG_DEVICE void finish_keys() {
+    sums.end_launch(*this);
     adder.finish(a);
+  }
+  FG_DEVICE float* sums_of_team() const { return reinterpret_cast<float*>(memory + Memory::SUMS); }
+  // by_column of all queries: over the lanes of a row, and over the warps that share its key, each of which has a part
+  // of them.
+  FG_DEVICE void add_up_columns() {
+#pragma unroll
+    for (int k = 0; k < 2 * m_tiles; ++k) by_column[k] = fg::row_sum(by_column[k]);
+    if constexpr (split > 1) {
+      static_assert(split * BC * sizeof(float) <= PTile::bytes, "dS makes room for them");
+      float* const sums = reinterpret_cast<float*>(memory + Memory::DS);
+      Team::barrier();  // everyone is done with dS
+#pragma unroll
+      for (int k = 0; k < 2 * m_tiles; ++k)
+        if (fg::fragment_column(0) == 0) fg::shared_store(sums + part * BC + key(k), by_column[k]);
+      Team::barrier();
+#pragma unroll
+      for (int k = 0; k < 2 * m_tiles; ++k) {
+        by_column[k] = 0.0f;
+#pragma unroll
+        for (int n = 0; n < split; ++n) by_column[k] += fg::shared_load(sums + n * BC + key(k));
+      }
+    }
   }
   FG_DEVICE void store_keys(const Place& place) {
 #pragma unroll
@@ -1429,315 +1799,91 @@ template <class T, bool atomic, Adding how> struct Block {
 #pragma unroll
       for (int t = 0; t < k_tiles; ++t)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) dk.at[m][t][e] *= 0.125f;
-    const auto to_dk = rows_of_dk<T>(a, place.b, place.hkv, place.column0);
-    const auto to_dv = rows_of_dv<T>(a, place.b, place.hkv, place.column0);
-    if constexpr (P::warpgroups) {
-      fg::store_fragments<T, D, fg::Kept::briefly>(to_dk, dk.at[0], warp_key, place.count);
-      fg::store_fragments<T, DV, fg::Kept::briefly>(to_dv, dv.at[0], warp_key, place.count);
-      if (P::producers > 0 && atomic && fg::lane_index() == 0) fg::bulk_wait_read();
-      return;
-    }
-    fg::copy_async_wait<0>();
-    Team::barrier();
+        for (int e = 0; e < 4; ++e) Spec::finish_sum(u, dk.at[m][t][e]);
+    if constexpr (Spec::sqdist) {
+      // ∂|k|²/∂k = 2 k, which has nothing of ∂S/∂dot
+      add_up_columns();
 #pragma unroll
-    for (int m = 0; m < m_tiles; ++m) {
+      for (int k = 0; k < 2 * m_tiles; ++k) {
+        const float factor = 2.0f * by_column[k];
 #pragma unroll
-      for (int t = 0; t < k_tiles; ++t)
-        fg::store_fragment(k_tile(), warp_key + 16 * m, (part * k_tiles + t) * 8, dk.at[m][t], fg::lane_index());
+        for (int t = 0; t < k_tiles; ++t)
 #pragma unroll
-      for (int t = 0; t < v_tiles; ++t)
-        fg::store_fragment(v_tile(), warp_key + 16 * m, (part * v_tiles + t) * 8, dv.at[m][t], fg::lane_index());
-    }
-    Team::barrier();
-    fg::store_rows<threads, D>(to_dk, k_tile(), int(threadIdx.x), 0, BC, place.count);
-    fg::store_rows<threads, DV>(to_dv, v_tile(), int(threadIdx.x), 0, BC, place.count);
-  }
-};
-
-// ---- dQ in a kernel of its own: one block a query tile, as forward ----
-
-template <class T, Adding how> struct Queries {
-  using P = QueryPlan<T>;
-  static constexpr int BR = P::BR, BC = P::BC, threads = P::threads, stages = P::stages;
-  using Team = fg::Team<threads, 0>;
-  static constexpr int m_tiles = BR / (16 * P::warps), s_tiles = BC / 8, q_tiles = DP / 8;
-  static_assert(
-      BR % (16 * P::warps) == 0 && BC % 16 == 0 && BR <= threads, "a warp has whole fragments, a row a thread");
-  static_assert(!P::warpgroups || (m_tiles == 1 && P::warps % 4 == 0), "a warpgroup has 64 rows");
-
-  using QTile = fg::SharedTile<T, BR, DP>;
-  using OTile = fg::SharedTile<T, BR, DVP>;
-  using KTile = fg::SharedTile<T, BC, DP>;
-  using VTile = fg::SharedTile<T, BC, DVP>;
-  using Memory = QueryMemory<T>;
-  static_assert(Memory::Q_bytes == QTile::bytes, "Q: what the plan counts");
-  static_assert(Memory::O_bytes == OTile::bytes, "dO: what the plan counts");
-  static_assert(Memory::K_bytes == stages * KTile::bytes, "K: what the plan counts");
-  static_assert(Memory::V_bytes == stages * VTile::bytes, "V: what the plan counts");
-  static_assert(Memory::ROWS_bytes == 8 * BR, "lse, delta: what the plan counts");
-  static_assert(Memory::LIST_bytes == int(sizeof(VisitList)), "list of tiles: what the plan counts");
-
-  using Notes = QueryNotes<false>;
-  const Arguments& a;
-  Launch u;
-  Head x;
-  char* memory;
-  int kv_len, warp_row;
-  Visits<Notes> visits;
-
-  Row rows[2 * m_tiles];  // this lane's
-  float row_lses[2 * m_tiles], row_deltas[2 * m_tiles];
-  float row_tops[2 * m_tiles];
-  fg::Accumulators<m_tiles, q_tiles> dq;
-  Adder<how> adder;
-
-  // The query tile of a block, the last ones of a head first, as forward.
-  struct Place {
-    int b, h, row0, count;
-    int64_t first_row;  // of what is one number a row
-  };
-  FG_DEVICE Place place_of(int head, int row0) const {
-    const int b = unsigned(head) / unsigned(a.heads), q_len = int(a.q_len);
-    return {b, head - b * int(a.heads), row0, fg::min(BR, q_len - row0), int64_t(head) * q_len + row0};
-  }
-  FG_DEVICE Place locate() const {
-    const unsigned tiles = (unsigned(a.q_len) + BR - 1) / BR, block = block_number(a), head = block / tiles;
-    return place_of(int(head), int(tiles - 1 - (block - head * tiles)) * BR);
-  }
-  FG_DEVICE Place place() const { return locate(); }
-
-  FG_DEVICE Queries(const Arguments& arguments) : a(arguments), u(make_launch(arguments)), memory(fg::shared_memory()) {
-    const Place place = locate();
-    const int b = place.b, h = place.h, hkv = h / (int(a.heads) / int(a.kv_heads));
-    visits.list = reinterpret_cast<VisitList*>(memory + Memory::LIST);
-    warp_row = fg::warp_index() * 16 * m_tiles, kv_len = int(a.kv_len);
-    x = make_head(a, u, b, h);
-    x.origin = int(a.q_start) + place.row0;
-    if (threadIdx.x == 0) {
-      fg::shared_store(&visits.notes()->k, first_of_k(a, b, hkv));
-      fg::shared_store(&visits.notes()->v, first_of_v(a, b, hkv));
-      fg::shared_store(&visits.notes()->head, b * int(a.heads) + h);
-      fg::shared_store(&visits.notes()->row0, place.row0);
-    }
-  }
-
-  FG_DEVICE int tiles() const { return (fg::again(int(a.kv_len)) + BC - 1) / BC; }
-  FG_DEVICE QTile q_tile() const { return {reinterpret_cast<T*>(memory)}; }
-  FG_DEVICE OTile d_o_tile() const { return {reinterpret_cast<T*>(memory + Memory::O)}; }
-  FG_DEVICE KTile k_tile(int n) const {
-    return {reinterpret_cast<T*>(memory + Memory::K + fg::stage_of<stages>(n) * KTile::bytes)};
-  }
-  FG_DEVICE VTile v_tile(int n) const {
-    return {reinterpret_cast<T*>(memory + Memory::V + fg::stage_of<stages>(n) * VTile::bytes)};
-  }
-  FG_DEVICE int row(int r) const { return warp_row + 16 * (r / 2) + fg::fragment_row(r % 2 * 2); }
-
-  FG_DEVICE void load(int n) {
-    if (n < visits.count()) {
-      const int first = visits.tile(n) * BC;
-      const auto k = rows_of_k<T>(a, visits.noted(&Notes::k));
-      const auto v = rows_of_v<T>(a, visits.noted(&Notes::v));
-      fg::copy_rows_async<threads, D>(k_tile(n), k, first, kv_len - first);
-      fg::copy_rows_async<threads, DV>(v_tile(n), v, first, kv_len - first);
-    }
-    fg::copy_async_commit();
-  }
-
-  FG_DEVICE fg::KeyTiles<Spec, BR, BC> classify() const {
-    const Place place = this->place();
-    return {a, u, x, visits.noted(&Notes::head), {place.row0, place.count}};
-  }
-
-  // One key tile.
-  template <bool masked> FG_DEVICE void step(int n) {
-    const int column0 = visits.tile(n) * BC;
-    fg::copy_async_wait<stages - 1>();
-    if constexpr (P::warpgroups) fg::publish_shared();
-    fg::block_barrier();
-    fg::Accumulators<m_tiles, s_tiles> s, dp;
-    if constexpr (P::warpgroups) {
-      fg::begin_products(s, dp);
-      fg::start_product(s, q_tile(), warp_row / 64 * 64, k_tile(n));
-      fg::start_product(dp, d_o_tile(), warp_row / 64 * 64, v_tile(n));
-      fg::warpgroup_commit();
-      fg::wait_products<0>(s, dp);
-      pairs<masked>(s, dp, column0);
-      fg::LeftRows<T, 1, BC> ds;
-      fg::round_into(ds, dp);
-      fg::begin_products(dq, ds);
-      fg::start_product_across(dq, ds, k_tile(n));
-      fg::warpgroup_commit();
-      fg::wait_products<0>(dq, ds);
-    } else {
-      multiply_and_add<masked>(s, dp, n, column0);
-    }
-    fg::block_barrier();
-    load(n + stages);
-  }
-  template <bool masked>
-  FG_DEVICE void multiply_and_add(
-      fg::Accumulators<m_tiles, s_tiles>& s, fg::Accumulators<m_tiles, s_tiles>& dp, int n, int column0) {
-    fg::clear(s);
-    fg::product(s, q_tile(), warp_row, k_tile(n), 0);
-    fg::clear(dp);
-    fg::product(dp, d_o_tile(), warp_row, v_tile(n), 0);
-    pairs<masked>(s, dp, column0);
-    fg::product_across(dq, dp, k_tile(n), 0);
-  }
-
-  template <bool masked>
-  FG_DEVICE void pairs(fg::Accumulators<m_tiles, s_tiles>& s, fg::Accumulators<m_tiles, s_tiles>& dp, int column0) {
-#pragma unroll
-    for (int t = 0; t < s_tiles; ++t)
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int column = column0 + 8 * t + fg::fragment_column(e);
-        Column c = make_column(a, u, x, int(a.kv_start) + (masked ? fg::min(column, kv_len - 1) : column));
-        // one conversion for the whole tile
-        c.near = fg::to_float(int(a.kv_start) + column0 + fg::fragment_column(0) - x.origin), c.step = float(8 * t + e);
-#pragma unroll
-        for (int n = 0; n < 2 * m_tiles; ++n) {
-          float &value = s.at[n / 2][t][n % 2 * 2 + e], &d_value = dp.at[n / 2][t][n % 2 * 2 + e];
-          const Row& r = rows[n];
-          const float lse = row_lses[n], delta = row_deltas[n];
-          const float top = row_tops[n];
-          [[maybe_unused]] bool kept = true;
-          if (masked) kept = column < kv_len && keep(a, u, x, r, c);
-          const float dot = value;
-          const float e_ = score(a, u, x, r, c, dot);
-          kept = kept && e_ != -INFINITY;
-          float p = kept ? fg::exp2_approximate(__fmaf_rn(__fadd_rn(e_, -top), 1.44269504f, -lse)) : 0.0f;
-          float d_weight = d_value;
-          const float d_score = p * (d_weight - delta);
-          value = p;
-          d_value = d_score;
-        }
+          for (int e = 0; e < 2; ++e)
+            dk.at[k / 2][t][k % 2 * 2 + e] +=
+                factor *
+                    fg::to_float(
+                        fg::shared_load(k_tile().at(key(k), part * 8 * k_tiles + 8 * t + fg::fragment_column(e))));
       }
-  }
-
-  FG_DEVICE void finish() {
-    const Place place = this->place();
-    adder.finish(a);
-#pragma unroll
-    for (int n = 0; n < 2 * m_tiles; ++n) {
-#pragma unroll
-      for (int t = 0; t < q_tiles; ++t)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& value = dq.at[n / 2][t][n % 2 * 2 + e];
-          value *= 0.125f;
-        }
     }
-    fg::copy_async_wait<0>();
-    fg::block_barrier();
+    auto to_dk = rows_of_dk<T>(a, place.b, place.hkv, place.column0);
+    auto to_dv = rows_of_dv<T>(a, place.b, place.hkv, place.column0);
+    if constexpr (clustered) to_dk = to_dk.from(first_of_own(OWN_K)), to_dv = to_dv.from(first_of_own(OWN_V));
+    if constexpr (P::warpgroups) {
+      store_by_warpgroups(to_dk, to_dv, place.count);
+    } else if constexpr (Spec::writes_f32_of_keys) {
+      fg::copy_async_wait<0>();
 #pragma unroll
-    for (int m = 0; m < m_tiles; ++m)
+      for (int m = 0; m < m_tiles; ++m) {
+        fg::store_sums<D>(to_dk, dk.at[m], warp_key + 16 * m, fg::ColumnsFrom{8 * k_tiles * part}, place.count);
+        fg::store_sums<DV>(to_dv, dv.at[m], warp_key + 16 * m, fg::ColumnsFrom{8 * v_tiles * part}, place.count);
+      }
+    } else {
+      fg::copy_async_wait<0>();
+      Team::barrier();
 #pragma unroll
-      for (int t = 0; t < q_tiles; ++t)
-        fg::store_fragment(q_tile(), warp_row + 16 * m, 8 * t, dq.at[m][t], fg::lane_index());
-    fg::warp_barrier();
-    fg::store_rows<32, D>(rows_of_dq<T>(a, place.b, place.h, place.row0), q_tile(), fg::lane_index(), warp_row,
-                          16 * m_tiles, place.count);
-  }
-
-  FG_DEVICE void run() {
-    const Place place = locate();
-    const auto q = rows_of_q<T>(a, first_of_q(a, place.b, place.h));
-    const auto d_o = rows_of_d_o<T>(a, first_of_d_o(a, place.b, place.h));
-    fg::copy_rows_async<threads, D>(q_tile(), q, place.row0, place.count);
-    fg::copy_rows_async<threads, DV>(d_o_tile(), d_o, place.row0, place.count);
-    fg::copy_async_commit();
-    fg::clear(dq);
+      for (int m = 0; m < m_tiles; ++m) {
 #pragma unroll
-    for (int n = 0; n < 2 * m_tiles; ++n) {
-      const int last = fg::min(row(n), place.count - 1);
-      rows[n] = make_row(a, u, x, int(a.q_start) + place.row0 + last);
-      const bool real = row(n) < place.count;
-      const float stored = real ? fg::global_load(a.lse + place.first_row + last) : -INFINITY;
-      const RowOffset offset = row_offset(a, stored, [&] { return place.first_row + last; });
-      row_lses[n] = offset.lse, row_tops[n] = offset.top - row_score(a, u, x, rows[n]);
-      row_deltas[n] = real ? fg::global_load(delta_of(a) + place.first_row + last) : 0.0f;
+        for (int t = 0; t < k_tiles; ++t)
+          fg::store_fragment(k_tile(), warp_key + 16 * m, (part * k_tiles + t) * 8, dk.at[m][t], fg::lane_index());
+#pragma unroll
+        for (int t = 0; t < v_tiles; ++t)
+          fg::store_fragment(v_tile(), warp_key + 16 * m, (part * v_tiles + t) * 8, dv.at[m][t], fg::lane_index());
+      }
+      Team::barrier();
+      fg::store_rows<threads, D>(to_dk, k_tile(), int(threadIdx.x), 0, BC, place.count);
+      fg::store_rows<threads, DV>(to_dv, v_tile(), int(threadIdx.x), 0, BC, place.count);
     }
-    fg::block_barrier();  // the place of the block is known
-#pragma unroll 1
-    for (int window = 0; window < tiles(); window = visits.first() + fg::WINDOW) {
-      fg::find_visits<Team>(visits.list, window, fg::min(window + fg::WINDOW, tiles()), classify());
-      fg::block_barrier();
-#pragma unroll
-      for (int n = 0; n < stages; ++n) load(n);
-      int n = 0;
-#pragma unroll 1
-      for (; n < visits.partials(); ++n) step<true>(n);
-#pragma unroll 1
-      for (; n < visits.count(); ++n) step<false>(n);
-    }
-    finish();
   }
 };
-
-// ---- dQ from its float32 sums ----
-// A warp takes 16 rows, in the order in which fragments were added.
-
-template <class T> FG_DEVICE void run_convert(const Arguments& a) {
-  const unsigned groups = (unsigned(a.q_len) + 15) / 16, group = backwards() * 4 + fg::warp_index(),
-      head = group / groups;
-  if (head >= unsigned(a.batch * a.heads)) return;
-  const int row0 = int(group - head * groups) * 16, lane = fg::lane_index();
-  const float* const sums = dq_sums(a) + int64_t(group) * (16 * DP);
-  float dq[DP / 8][4];  // all on their way at once
-#pragma unroll
-  for (int t = 0; t < DP / 8; ++t) {
-    if constexpr (BackwardPlan<T>::warpgroups) {
-      const float4 four = fg::global_load(reinterpret_cast<const float4*>(sums + 128 * t) + lane);
-      dq[t][0] = four.x, dq[t][1] = four.y, dq[t][2] = four.z, dq[t][3] = four.w;
-    } else
-#pragma unroll
-      for (int e = 0; e < 4; ++e) dq[t][e] = fg::global_load(sums + 128 * t + 32 * e + lane);
-  }
-#pragma unroll
-  for (int t = 0; t < DP / 8; ++t)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) dq[t][e] *= 0.125f;
-  fg::store_fragments<T, D>(rows_of_dq<T>(a, int(head), row0), dq, 0, int(a.q_len) - row0);
-}
 
 }  // namespace backward
-extern "C" __global__ void __launch_bounds__(backward::Rows<fg::bfloat_t>::threads)
+extern "C" __global__ void __launch_bounds__(128)
 alibi_d64_rows_bf16(const __grid_constant__ Arguments a) {
-  backward::run_rows<fg::bfloat_t, false>(a);
+  backward::run_rows<backward::Spec, fg::bfloat_t, false, backward::Adding::atomic>(a);
 }
-extern "C" __global__ void __launch_bounds__(backward::Rows<fg::bfloat_t>::threads)
+extern "C" __global__ void __launch_bounds__(128)
 alibi_d64_rows_bf16_clear(const __grid_constant__ Arguments a) {
-  backward::run_rows<fg::bfloat_t, true>(a);
+  backward::run_rows<backward::Spec, fg::bfloat_t, true, backward::Adding::atomic>(a);
 }
 #if FLASHGEN_ADDITIONS
 extern "C" __global__ void __launch_bounds__(BackwardPlan<fg::bfloat_t>::threads, BackwardPlan<fg::bfloat_t>::blocks)
 alibi_d64_backward_bf16(const __grid_constant__ Arguments a, const __grid_constant__ BackwardMaps maps) {
-  backward::Block<fg::bfloat_t, true, backward::Adding::atomic>(a, &maps).run();
+  backward::run_keys<backward::Block, backward::Spec, fg::bfloat_t, false, true, backward::Adding::atomic>(a, a, &maps);
 }
 #endif
 #if FLASHGEN_REPEATABLE
 extern "C" __global__ void __launch_bounds__(BackwardPlan<fg::bfloat_t>::threads, BackwardPlan<fg::bfloat_t>::blocks)
 alibi_d64_keys_bf16_measure(const __grid_constant__ Arguments a, const __grid_constant__ BackwardMaps maps) {
-  backward::Block<fg::bfloat_t, false, backward::Adding::measure>(a, &maps).run();
+  backward::run_keys<backward::Block, backward::Spec, fg::bfloat_t, false, false, backward::Adding::measure>(
+      a, a, &maps);
 }
 #endif
 #if FLASHGEN_REPEATABLE
 extern "C" __global__ void __launch_bounds__(BackwardPlan<fg::bfloat_t>::threads, BackwardPlan<fg::bfloat_t>::blocks)
 alibi_d64_keys_bf16_exact(const __grid_constant__ Arguments a, const __grid_constant__ BackwardMaps maps) {
-  backward::Block<fg::bfloat_t, false, backward::Adding::exact>(a, &maps).run();
+  backward::run_keys<backward::Block, backward::Spec, fg::bfloat_t, false, false, backward::Adding::exact>(a, a, &maps);
 }
 #endif
 #if FLASHGEN_REPEATABLE
 extern "C" __global__ void __launch_bounds__(QueryPlan<fg::bfloat_t>::threads)
 alibi_d64_queries_bf16(const __grid_constant__ Arguments a) {
-  backward::Queries<fg::bfloat_t, backward::Adding::atomic>(a).run();
+  backward::run_queries<backward::WarpgroupQueries, backward::Spec, fg::bfloat_t, false, backward::Adding::atomic>(a);
 }
 #endif
 extern "C" __global__ void __launch_bounds__(128)
 alibi_d64_convert_bf16(const __grid_constant__ Arguments a) {
-  backward::run_convert<fg::bfloat_t>(a);
+  backward::run_convert<backward::Spec, fg::bfloat_t>(a);
 }
 // The exact sums of grad_slope as floats; added once, so that launches over parts of a call add up.
 extern "C" __global__ void __launch_bounds__(256)

@@ -132,15 +132,19 @@ MISTAKES = {
         "",
         LATE,
     ),
-    "dP is sent before it is there": ("fg::wait_products<0>(dp);", "", LATE),
+    "dP is sent before it is there": (
+        "fg::wait_products<0>(dp);\n        this->send(dp, this->OF_DP);  //",
+        "this->send(dp, this->OF_DP);  //",
+        LATE,
+    ),
     "nobody says how much comes": (
         "if (fg::lane_index() == 0) fg::mbarrier_expect(signal,",
         "if (fg::lane_index() > 31) fg::mbarrier_expect(signal,",
         {FaultKind.DEADLOCK},
     ),
     "blocks do not wait until both have begun": (
-        "fg::cluster_barrier();",
-        "fg::block_barrier();",
+        "make_exchange();\n      fg::cluster_barrier();",
+        "make_exchange();\n      fg::block_barrier();",
         EARLY_IN_CLUSTERS | {FaultKind.DEADLOCK},
     ),
 }
@@ -158,7 +162,7 @@ def test_mistakes_in_a_kernel_that_was_right(name: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("fg::wait_products<1>(s);\n        send(", "send("),  # before it is there
+        ("fg::wait_products<1>(s);\n        this->send(", "this->send("),  # before it is there
         ("fg::cluster_rank() ^ 1", "fg::cluster_rank()"),  # to itself
     ],
 )
@@ -169,7 +173,10 @@ def test_what_is_sent_and_to_whom_shows_in_numbers(old: str, new: str) -> None:
 
 def test_s_has_to_be_read_before_dp_is_sent() -> None:
     """What comes next from the other block takes the place of S."""
-    old, new = r"(?s)receive\(s, OF_S, n\);(.*?)send\(dp, OF_DP\);", r"\1send(dp, OF_DP); receive(s, OF_S, n);"
+    old, new = (
+        r"(?s)this->receive\(s, this->OF_S, n\);([^}]*?)(this->send\(dp, this->OF_DP\);)  //",
+        r"\1\2 this->receive(s, this->OF_S, n); //",
+    )
     op = changed("columns_order", CAUSAL, "backward", old, new)
     with pytest.raises(EmulatorError) as caught:
         gradients(op)

@@ -117,11 +117,11 @@ def test_windows_of_two_tiles(text: str) -> None:
 
 # Where it is, what was planted, what the emulator may call it.
 MISTAKES = {
-    "P is not waited for": (CAUSAL, "share(p_tile(), s);\n    Team::barrier();", "share(p_tile(), s);", LATE),
-    "dS is not waited for": (CAUSAL, "share(ds_tile(n), dp);\n    Team::barrier();", "share(ds_tile(n), dp);", LATE),
+    "P is not waited for": (CAUSAL, "known, ahead);\n      Team::barrier();", "known, ahead);", LATE),
+    "dS is not waited for": (CAUSAL, "Team::barrier();  // dS is there\n", "", LATE),
     "own keys, dS of the last tile is not waited for": (
         LATENT,
-        "hand_over(n);\n      await_ds(n);",
+        "hand_over(n);\n        await_ds(n);",
         "hand_over(n);",
         LATE,
     ),
@@ -133,8 +133,8 @@ MISTAKES = {
     ),
     "P takes the place of one that is in use": (
         CAUSAL,
-        "    fg::barrier_wait(USED_UP + part, threads);",
-        "",
+        "fg::barrier_wait(USED_UP + part, threads);\n      share(p_tile(), weights);",
+        "share(p_tile(), weights);",
         {FaultKind.RACE, FaultKind.DEADLOCK},
     ),
     "own keys, dS is not waited for, and takes the place of one that is in use": (
@@ -173,7 +173,7 @@ MISTAKES = {
         "if (n + stages < visits.count()) q_signals().release(n);\n    fg::wait_products<0>(dk);",
         EARLY,
     ),
-    "dQ leaves before it is there": (CAUSAL, "fg::wait_products<1>(dq);\n      put_dq", "put_dq", LATE),
+    "dQ leaves before it is there": (CAUSAL, "fg::wait_products<1>(dq);\n        put_dq", "put_dq", LATE),
     "a piece of dQ leaves before it is there": (LATENT, "fg::wait_products<last ? pending : 0>(dq);", "", LATE),
     "dQ takes a place that has not left": (
         SENT,
@@ -182,7 +182,7 @@ MISTAKES = {
         LATE,
     ),
     "no wait for Q": (CAUSAL, "q_signals().await(n);\n    if", "if", LATE),
-    "no wait for dO": (CAUSAL, "signals().await(n);\n    start_dp(dp, n)", "start_dp(dp, n)", LATE),
+    "no wait for dO": (CAUSAL, "      signals().await(n);\n      start_dp(dp, n)", "start_dp(dp, n)", LATE),
     "no wait for what rows carry": (CAUSAL, "signals().await(n, ROWS_SHOWN);\n  }", "}", LATE),
     "no wait for the room of dO": (CAUSAL, "      signals().await_room(n);\n", "", EARLY),
 }

@@ -59,7 +59,7 @@ OF_THE_BACKWARD_PASS = {
         "return {row_of_dk<T>(a, b, h, n), a.dk_stride_n};",
         "return {row_of_dk<T>(a, b, h, n), 16};",
     ),
-    "delta of a head's first row": ("h * rows_apart(a) + i;", "h * rows_apart(a);"),
+    "delta of a head's first row": ("h * rows_apart(a) + i}", "h * rows_apart(a)}"),
 }
 # With a sink the kernel of delta has to know of sequences, too.
 WITH_SINK = TEXT.replace("planted", "planted_sink").replace(

@@ -334,4 +334,4 @@ def test_without_a_mistake_it_is_right() -> None:
     for name, schedule in (("planted_alone", ALONE), ("planted_served", SERVED)):
         run(name, schedule, "struct ForwardMaps", "struct ForwardMaps")
     for name, mask in (("planted_backward_alone", SHORT), ("planted_backward_served", LONG)):
-        run_backward(name, mask, "template <class T> struct Rows", "template <class T> struct Rows")
+        run_backward(name, mask, "struct BackwardMaps", "struct BackwardMaps")

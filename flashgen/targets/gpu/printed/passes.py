@@ -33,7 +33,7 @@ from flashgen.targets.gpu.tiles import GpuPlan
 _OF_SCHEDULES = ("warps", "stages", "split", "s_columns", "warpgroups", "producers", "blocks", "threads")
 _OF_BOTH = ("cluster", "tensor_copies", "pairs_staged", "prefetches_next")
 _OF_FORWARD = (*_OF_BOTH, "q_in_registers", "overlaps_next", "q_places", "ping_pong")
-_OF_BACKWARD = (*_OF_BOTH, "persistent")
+_OF_BACKWARD = (*_OF_BOTH, "persistent", "column_parts", "divides_keys", "halves_dq")
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,8 @@ class ForwardCode:
 class BackwardCode:
     """The pass of dK and dV.
 
-    ``persistent``: blocks that add up dQ take one key tile after another. ``shows_rows``: what the mask reads by row
-    comes with the ``row_words`` of each query; ``divided``: warps share the rows of dQ, and some of the warps that
-    share keys may weigh none. ``has_turns``: batch entries take turns at a gradient; ``clears``: elements of a gradient
-    that no pair adds to are cleared.
+    ``persistent``: blocks that add up dQ take one key tile after another. ``row_words``: what each query carries.
+    ``has_turns``: batch entries take turns at a gradient; ``clears``: elements of one that no pair adds to are cleared.
     """
 
     tiles: Backward
@@ -70,8 +68,6 @@ class BackwardCode:
     memory: Printed
     row_words: str
     persistent: bool
-    shows_rows: bool
-    divided: bool
     clears: bool
     has_turns: bool
     shares_last: bool
@@ -126,6 +122,7 @@ def backward_code(plan: GpuPlan) -> BackwardCode:
         "dq_column_groups": _dq_column_groups(plan, tiles),
         "stores_whole": bool(tiles.stored_whole(recipe)),
         "takes_turns": tiles.takes_turns(recipe),
+        "divided": plan.own.queries.split > 1,  # some of the warps that share keys may weigh none
     }
     names = (*_OF_BACKWARD, "dq_sent") if tiles.halves_dq else _OF_BACKWARD
     return BackwardCode(
@@ -134,8 +131,6 @@ def backward_code(plan: GpuPlan) -> BackwardCode:
         memory=printed("BackwardMemory", "The same for dK and dV.", "class T, bool atomic", layouts),
         row_words=row_words(recipe).places("RowWords"),
         persistent=recipe.one_pass and tiles.persistent,
-        shows_rows=bool(recipe.row_state and recipe.observed_rows),
-        divided=plan.own.queries.split > 1,
         clears=bool(tiles.stored_whole(recipe)),
         has_turns=tiles.takes_turns(recipe),
         shares_last=shares_last(recipe.variant, tiles),
