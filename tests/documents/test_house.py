@@ -17,10 +17,10 @@ import pytest
 from tests.conftest import ROOT
 
 BUDGET = {
-    "lines of the package": 57_207,
-    "lines of templates": 24_651,
-    "Jinja statements": 1_156,
-    "lines of generated packages": 6_272,
+    "lines of the package": 57_194,
+    "lines of templates": 24_767,
+    "Jinja statements": 743,
+    "lines of generated packages": 5_746,
     "calls of decide": 1,
     "modules at the top level": 3,
     "lines of the longest module": 450,

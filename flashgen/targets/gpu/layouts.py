@@ -187,7 +187,7 @@ def backward_layout(recipe: Recipe, element: ElementType, tiles: Backward, *, wi
         Part("DS", "dS", ds * tile_bytes(Bc, Br, element), "(atomic || split > 1) * ds_stages * PTile::bytes"),
         Part("PP", "P", (split > 1) * tile_bytes(Bc, Br, element), "(split > 1) * PTile::bytes"),
         Part("EXCHANGE", "S and dP", exchanged * FLOAT * Br * Bc, "(P::cluster > 1) * 2 * 4 * BR * BC"),
-        Part("THEIR_K", "K of the other block", theirs * tile_bytes(Bc, D // 2, element), "shares_dq * HalfOfK::bytes"),
+        Part("THEIR_K", "K of the other block", theirs * tile_bytes(Bc, D // 2, element), "shares_dq * TheirK::bytes"),
         Part("THEIR_DS", "dS of the other block", theirs * tile_bytes(Bc, Br, element), "shares_dq * PTile::bytes"),
         Part("T_K", "tangents of K", tangents * tile_bytes(Bc, D, element), "KTile::bytes"),
         Part("T_V", "tangents of V", tangents * tile_bytes(Bc, Dv, element), "VTile::bytes"),
