@@ -221,6 +221,7 @@ def spec_code(recipe: Recipe, places: Places) -> SpecCode:
     # Of wide heads a kernel with both ways spills: 676 bytes at D 256.
     narrow = variant.head_dim.qk + variant.head_dim.v <= 256
     factor = f"{{0}} *= fg::factor_of_scores({exponent.factor})" if exponent.sign else _dot_factor(variant, placement)
+    prefetch = None if recipe.prefetch is None else _prefetch(variant, recipe.prefetch, placement)
     hooks, of_rows = placement.hooks(), {each.name: each.code for each in places.row_functions}
     assert len(hooks.members[Level.DIAGONAL.value]) <= len(recipe.numbers), "the workspace has no room for all"
     return SpecCode(
@@ -247,7 +248,7 @@ def spec_code(recipe: Recipe, places: Places) -> SpecCode:
         exponent=exponent,
         dot_factor=factor,
         by_score=functools.partial(by_score, variant),
-        prefetch=None if recipe.prefetch is None else _prefetch(variant, recipe.prefetch, placement),
+        prefetch=prefetch,
     )
 
 
