@@ -23,7 +23,7 @@ from flashgen.store.headers import headers_of
 from flashgen.store.shipped import shipped
 
 # What a spec and its sources for CPUs come from, beside the templates of these.
-_CODE = ("version.py", "analysis", "diagnostics", "emit", "ir", "language", "plan", "targets")
+_CODE = ("version.py", "analysis", "diagnostics", "emit", "ir", "kinds", "language", "plan", "targets")
 _SPECS, _SOURCE = "specs.json", "source.json"
 _BEGAN = time.time()
 _MOST_BYTES = 1 << 21  # of a file; the front end refuses smaller ones
