@@ -61,7 +61,7 @@ void classify(const Arguments& a, const Launch& u, const Head& x, int head, sign
   const int q_len = int(a.q_len), kv_len = int(a.kv_len);
   for (int i = 0; i < q_len; i += tile_rows) {
     for (int j = 0; j < kv_len; j += tile_columns) {
-      const Span rows = {i, fg::min(tile_rows, q_len - i)}, columns = {j, fg::min(tile_columns, kv_len - j)};
+      const fg::Span rows = {i, fg::min(tile_rows, q_len - i)}, columns = {j, fg::min(tile_columns, kv_len - j)};
       const fg::ranges::Bool keep = keep_range<tile_rows, tile_columns>(a, u, x, head, rows, columns);
       *classes++ = !keep.may_be_true ? 0 : keep.may_be_false ? 1 : 2;
     }
@@ -111,7 +111,7 @@ def _text(variants: Sequence[Variant], numbers: range) -> str:
     parts = [fullest[: fullest.index("// ---- What a caller passes")], _MACHINE]
     for n in numbers:
         text = _source(variants[n])
-        own = text[text.index("// ---- What a caller passes") : text.index("// ---- Tiles ----")]
+        own = text[text.index("// ---- What a caller passes") : text.index("struct Spec : fg::AnySpec")]
         observe = [_OBSERVE.format(each) for each in ("row", "column") if f"observe_{each}s(" in own]
         parts.append(f"namespace mask_{n} {{\n{own}\n}}  // namespace mask_{n}\n")
         sizes = [_SIZE.format(rows, columns) for rows, columns in TILES]

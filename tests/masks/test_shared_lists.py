@@ -349,10 +349,11 @@ def test_who_has_lists(specs: Path) -> None:
         elif any(observed_loads(variant.keep)) or reads_tiles(variant.keep, variant.spec.tensors):
             of_calls.add(path.stem)
         if path.stem in kept | of_calls:
-            assert "take_visits<Team>(visits.list" in source
-            assert "find_visits<Team>(visits.list" not in source
+            assert " lists = true" in source
+            assert "take_visits<Team>(visits.list, list(fg::block_index()" in source
         else:
-            assert "take_visits" not in source
+            assert " lists = true" not in source
+            assert "take_visits<Team>(visits.list, list(fg::block_index()" not in source
             assert OF_QUERIES not in source
     assert kept == {
         "bigbird", "dilated", "neighborhood_2d", "random_blocks", "sparse_butterfly", "sparse_fixed", "sparse_strided",
