@@ -105,13 +105,11 @@ def quickly_compiled(request: pytest.FixtureRequest) -> Iterator[None]:
     from flashgen.hosts.emulator import program
     from flashgen.targets.cpu import device
     from flashgen.toolchains import cpp as compiler
-    from tests.precompiled import standard_headers
 
     def quick() -> compiler.Compiler:
         found = find()
         own, *others = found.command  # what CXX says wins
-        chosen = replace(found, command=(own, *left_out, *others), flags=("-Og",))
-        return replace(chosen, flags=(*chosen.flags, *standard_headers(chosen, KERNELS / "headers")))
+        return replace(found, command=(own, *left_out, *others), flags=("-Og",))
 
     find, file = compiler.find_compiler, request.path.relative_to(ROOT / "tests")
     folder, module = file.parts[0], file.as_posix()
