@@ -26,6 +26,8 @@ from flashgen.targets.gpu.model import (
     spans_of_half,
 )
 from flashgen.targets.gpu.primitives import C_TYPES, WarpgroupProducts
+from flashgen.targets.gpu.printed.spec import has_dropout
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.schedules import Backward, Forward, Schedule
 from flashgen.targets.gpu.tiles import GpuPlan
 
@@ -47,12 +49,23 @@ class Constants:
 
 @dataclass(frozen=True)
 class ForwardCode:
-    """The forward pass; ``shows_columns``: what the mask reads by column comes with the tile."""
+    """The forward pass; ``shows_columns``: what the mask reads by column comes with the tile.
+
+    A block is a chain of classes: ``parts`` are the headers and the names of those that the spec asks for, the first
+    one at its end, and ``schedule`` is the header that has the others.
+    """
 
     tiles: Forward
     constants: Constants
     memory: Printed
     shows_columns: bool
+    parts: tuple[tuple[str, str], ...]
+    schedule: str
+
+    @property
+    def headers(self) -> tuple[str, ...]:
+        """What a source includes."""
+        return tuple(dict.fromkeys((*(header for header, _ in self.parts), self.schedule)))
 
 
 @dataclass(frozen=True)
@@ -100,15 +113,51 @@ def forward_code(plan: GpuPlan) -> ForwardCode:
         more |= {"finds_selected": int(tiles.finds_selected(variant, element))}
     if variant.kind.f8:
         more |= {"tiles_of_sums": max(1, KEYS_OF_SUMS // tiles.Bc)}
-    if variant.uses_sqdist and tiles.producers:
-        more |= {"measurers": MEASURERS}
+    more |= {"maxima_by_sums": int(tiles.maxima_by_sums(recipe))}
+    more |= {"measurers": MEASURERS if variant.uses_sqdist and tiles.producers else 0}
     layouts = {C_TYPES[element]: forward_layout(recipe, element, tiles)}
     return ForwardCode(
         tiles=tiles,
         constants=Constants("ForwardPlan", "The plan of the forward pass.", _constants(tiles, _OF_FORWARD, more)),
         memory=printed("ForwardMemory", "Where blocks of the forward pass have what, in bytes.", "class T", layouts),
         shows_columns=bool(recipe.observed_columns) and tiles.tensor_copies,
+        parts=_forward_parts(recipe, tiles),
+        schedule=_forward_schedule(recipe, tiles),
     )
+
+
+def _forward_parts(recipe: Recipe, tiles: Forward) -> tuple[tuple[str, str], ...]:
+    variant = recipe.variant
+    tangent, exponential = variant.tangent is not None, recipe.computed.weights.form.exponential
+    products = ("products_of_warpgroups", "ProductsOfWarpgroups") if tiles.warpgroups else ("products_of_warps", "ProductsOfWarps")
+    chain = (
+        (("state", "State"), True),
+        (("tangents", "Tangents"), tangent),
+        (("eight_bits", "EightBits"), variant.kind.f8),
+        (("eight_bits_of_caches", "EightBitsOfCaches"), variant.kind.f8_cached),
+        (("dropout", "WithDropout"), has_dropout(variant)),
+        (("shared_rows", "SharedRows"), tiles.split > 1),
+        (("halves_of_o", "HalvesOfO"), tiles.ping_pong),
+        (("exponentials", "Exponentials") if exponential else ("weights", "FunctionsOfScores"), True),
+        (("tangents", "MovingExponentials"), tangent and exponential),
+        (products, _forward_schedule(recipe, tiles) in ("by_warps", "caches")),
+    )
+    return tuple(part for part, is_there in chain if is_there)
+
+
+def _forward_schedule(recipe: Recipe, tiles: Forward) -> str:
+    if recipe.variant.kind.cached:
+        return "caches"
+    if tiles.ping_pong:
+        return "ping_pong"
+    tangent = recipe.variant.tangent is not None
+    if not tiles.warpgroups or tiles.divided or (tangent and not tiles.tensor_copies):
+        return "by_warps"
+    if not tiles.tensor_copies:
+        return "warpgroups_alone"
+    if not tiles.producers:
+        return "self_loading"
+    return "tangents_with_producers" if tangent else "warpgroups_with_producers"
 
 
 def backward_code(plan: GpuPlan) -> BackwardCode:
