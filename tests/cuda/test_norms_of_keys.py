@@ -43,7 +43,7 @@ def test_forward_tiles_are_those_of_other_scores(width: str) -> None:
 def test_several_windows_of_tiles(schedule: str) -> None:
     """Norms of rows stay from window to window, those of keys follow the parts."""
     mask = f"mask window_left(100) and causal and {ALL}"
-    text, windows = f"head_dim 16  score -sqdist / 4  {mask}  {schedule}", r"(window \+=? |first\(\) \+ )fg::WINDOW"
+    text, windows = f"head_dim 16  score -sqdist / 4  {mask}  {schedule}", r"(window \+=? |first\(\) \+ )(?:fg::)?WINDOW"
     op = changed(f"windows_of_norms_{schedule == SERVED}", text, "forward", windows, r"\g<1>2", count=5)
     q, k, v = random(1, 2, 700, 16, seed=0), random(1, 2, 700, 16, seed=1), random(1, 2, 700, 16, seed=2)
     exact = op.reference(q, k, v, dtype=torch.float64)
@@ -61,7 +61,11 @@ def test_from_tile_to_tile() -> None:
 
 
 TAKE = "if (n < count) Base::template measure<BESIDE>(n, Measurers::thread());"
-SAY = "fg::mbarrier_arrive(norm_signals().full(parts_before + n));"
+TAKE_TANGENTS = """\
+        if constexpr (Spec::tangent)
+          if (n < count) twice_products<BESIDE>(this->t_norms(n), k_tile(n), this->t_k_tile(n), this->moves_k(), Measurers::thread());
+"""
+SAY = "mbarrier_arrive(this->norm_signals().full(parts_before + n));"
 # Where it is, what was planted, what the emulator may call it.
 MISTAKES = {
     "alone, no barrier after norms": (
@@ -72,7 +76,7 @@ MISTAKES = {
     ),
     "served, norms that nobody awaits": (
         SERVED,
-        "return this->norm_signals().await(parts_before + n);",
+        "return norm_signals().await(parts_before + n);",
         "return;",
         {FaultKind.RACE, FaultKind.UNINITIALIZED},
     ),
@@ -84,7 +88,7 @@ MISTAKES = {
     ),
     "served, said before they are taken": (
         SERVED,
-        f"        {TAKE}\n        {SAY}",
+        f"        {TAKE}\n{TAKE_TANGENTS}        {SAY}",
         f"        {SAY}\n        {TAKE}",
         {FaultKind.RACE, FaultKind.UNINITIALIZED},
     ),
@@ -102,14 +106,14 @@ MISTAKES = {
     ),
     "served, lists without them": (
         SERVED,
-        "list_signals().make(false, threads + 32 + BESIDE, 32 * FINDERS);",
-        "list_signals().make(false, threads + 32, 32 * FINDERS);",
+        "list_signals().make(false, threads + 32 * COPIERS + BESIDE, 32 * FINDERS);",
+        "list_signals().make(false, threads + 32 * COPIERS, 32 * FINDERS);",
         {FaultKind.RACE, FaultKind.MBARRIER, FaultKind.DEADLOCK},
     ),
     "served, norms of rows before Q is there": (
         SERVED,
-        "    await_q();\n",
-        "    if constexpr (P::tensor_copies) take_norms_of_rows();\n    await_q();\n",
+        "    this->await_q();\n",
+        "    if constexpr (P::tensor_copies) this->take_norms_of_rows();\n    this->await_q();\n",
         {FaultKind.RACE, FaultKind.UNINITIALIZED, FaultKind.NOT_AWAITED},
     ),
 }
