@@ -199,7 +199,7 @@ template <class Base> struct PingPong : Base {
   FG_DEVICE void copy_keys_and_q() {
 #pragma unroll 1
     for (int list = 0; this->take(list); ++list) {
-      if (this->begins()) this->enter_and_copy_q();
+      if (this->begins()) this->bring_q(this->enter_tile());
       const int count = visits.count();
 #pragma unroll 1
       for (int n = 0; n < count; ++n)

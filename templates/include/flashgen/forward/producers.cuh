@@ -8,7 +8,7 @@
 namespace fg::forward {
 
 template <class Base> struct Producers : Base {
-  using typename Base::Spec, typename Base::P, typename Base::Memory, typename Base::Head, typename Base::Place, typename Base::Notes, typename Base::KTile, typename Base::VTile;
+  using typename Base::Spec, typename Base::P, typename Base::Memory, typename Base::Head, typename Base::Place, typename Base::Notes, typename Base::VTile;
   using Base::a, Base::u, Base::x, Base::maps, Base::memory, Base::visits, Base::kv_len, Base::parts_before, Base::q_place, Base::BC, Base::SEEN, Base::threads, Base::tiles;
   using Base::moves, Base::overlaps_next, Base::q_places, Base::shows_columns, Base::NO_MORE, Base::groups, Base::begins, Base::signals, Base::q_signals, Base::v_signals, Base::k_tile, Base::v_tile;
   using Base::Base;
@@ -110,31 +110,26 @@ template <class Base> struct Producers : Base {
   FG_DEVICE void copy(int) {
 #pragma unroll 1
     for (int list = 0; take(list); ++list) {
-      if constexpr (overlaps_next) {
-        if (begins()) this->enter(this->place());
-      } else {
-        if (begins()) enter_and_copy_q();
+      if (begins()) {
+        [[maybe_unused]] const Place place = this->enter_tile();
+        if constexpr (!overlaps_next) bring_q(place);
       }
       const int count = visits.count();
 #pragma unroll 1
       for (int n = 0; n <= count && (overlaps_next || count > 0); ++n) {
-        if constexpr (overlaps_next) {
-          if (n < count) bring_k(n);
-          if (n == 0 && begins()) bring_q();
+        if (!overlaps_next || n < count) bring_part(n);
+        if constexpr (overlaps_next) {  // rings of K and of V
+          if (n == 0 && begins()) bring_q(this->place());
           if (n > 0) bring_v(n - 1);
-        } else {
-          bring_part(n);
         }
       }
       if constexpr (overlaps_next) parts_before += count;
       list_signals().release(list);
     }
   }
-  FG_DEVICE void enter_and_copy_q() {
-    if constexpr (moves) this->move_to(this->sequence());
-    const Place place = this->place();
+  FG_DEVICE void bring_q(const Place& place) {
     const int ordinal = visits.noted(&Notes::ordinal);
-    this->enter(place);
+    if constexpr (overlaps_next) q_place = stage_of<q_places>(ordinal);
     q_signals().await_room(ordinal);
     if (lane_index() == 0) this->start_q(place, x, ordinal);
   }
@@ -145,26 +140,10 @@ template <class Base> struct Producers : Base {
       if (partial) fetch_columns(seen, n);
     signals().await_room(parts_before + n);
     if (lane_index() == 0) this->start_part(n);
-    show_columns(seen, n, partial);
-  }
-  FG_DEVICE void bring_q() {
-    const int ordinal = visits.noted(&Notes::ordinal);
-    q_place = stage_of<q_places>(ordinal);
-    q_signals().await_room(ordinal);
-    if (lane_index() == 0) this->start_q(this->place(), x, ordinal);
-  }
-  FG_DEVICE void bring_k(int n) const {
-    ColumnsAhead seen;
-    const bool partial = n < visits.partials();
-    if constexpr (shows_columns)
-      if (partial) fetch_columns(seen, n);
-    uint64_t* const there = signals().full(parts_before + n);
-    signals().await_room(parts_before + n);
-    if (lane_index() == 0) {
-      mbarrier_expect(there, KTile::bytes);
-      this->copy_keys(k_tile(n), maps->k, visits.tile(n), visits.noted(&Notes::k), there);
+    if constexpr (shows_columns) {
+      if (partial) put_columns(seen, n);
+      mbarrier_arrive(signals().full(parts_before + n, COLUMNS_SHOWN));
     }
-    show_columns(seen, n, partial);
   }
   FG_DEVICE void bring_v(int n) const {
     uint64_t* const there = v_signals().full(parts_before + n);
@@ -184,12 +163,6 @@ template <class Base> struct Producers : Base {
 #pragma unroll
     for (int k = 0; k < COLUMNS_EACH; ++k) see(seen[k], make_column(a, u, x, int(a.kv_start) + min(first + 32 * k, kv_len - 1)));
   }
-  FG_DEVICE void show_columns([[maybe_unused]] const ColumnsAhead& seen, int n, [[maybe_unused]] bool partial) const {
-    if constexpr (shows_columns) {
-      if (partial) put_columns(seen, n);
-      mbarrier_arrive(signals().full(parts_before + n, COLUMNS_SHOWN));
-    }
-  }
   FG_DEVICE void put_columns(const ColumnsAhead& seen, int n) const {
 #pragma unroll
     for (int k = 0; k < COLUMNS_EACH; ++k) {
@@ -207,10 +180,7 @@ template <class Base> struct Producers : Base {
 #pragma unroll 1
     for (int list = 0; take(list); ++list) {
       if constexpr (Spec::norms_by_head || (moves && Spec::norms_vary))
-        if (begins()) {
-          if constexpr (moves) this->move_to(this->sequence());
-          if constexpr (Spec::norms_by_head) this->enter(this->place());
-        }
+        if (begins()) this->enter_tile();
       const int count = visits.count();
 #pragma unroll 1
       for (int n = 0; n <= count && count > 0; ++n) {

@@ -71,6 +71,12 @@ template <class Base> struct QueryTiles : Base {
     u = make_launch(a), kv_len = int(a.kv_len);
   }
   FG_DEVICE auto sequence() const { return noted(visits.notes()); }  // of the present list
+  FG_DEVICE Place enter_tile() {
+    if constexpr (Base::moves) move_to(sequence());
+    const Place place = this->place();
+    enter(place);
+    return place;
+  }
 };
 
 }  // namespace fg::forward

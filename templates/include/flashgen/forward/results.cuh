@@ -18,16 +18,9 @@ template <class Base> struct Results : Base {
       float moves[2 * m_tiles];  // of lse, less t_base
       close_rows(place, factors, moves);
       if constexpr (Spec::normalised || Spec::dropout) rescale(factors);
-      auto& t_o = this->t_o;
-      if constexpr (Spec::normalised)
-#pragma unroll
-        for (int r = 0; r < 2 * m_tiles; ++r)
-#pragma unroll
-          for (int t = 0; t < o_tiles; ++t)
-#pragma unroll
-            for (int e = r % 2 * 2; e < r % 2 * 2 + 2; ++e) t_o.at[r / 2][t][e] -= moves[r] * o.at[r / 2][t][e];
+      if constexpr (Spec::normalised) this->move_back(moves);
       const int count = row_count(place), warp_row = this->first_own_row();
-      store(t_o, rows_of_t_o<T>(a, place.head, place.row0), warp_row, count);
+      store(this->t_o, rows_of_t_o<T>(a, place.head, place.row0), warp_row, count);
       if (!a.o) return;
       if constexpr (!P::tensor_copies) warp_barrier();
       store(o, rows_of_o<T>(a, place.head, place.row0), warp_row, count);

@@ -280,11 +280,8 @@ template <class Base> struct SelfLoading : Base {
         if (visits.count() == 0) this->fetch_next_work_tile(), this->look_ahead();  // else while the last visit is worked on
       }
       if (visits.count() == Base::NO_MORE) return;
-      if constexpr (moves)
-        if (this->begins()) this->move_to(this->sequence());
       if (this->begins()) {
-        const Place place = this->place();
-        this->enter(place);
+        const Place place = this->enter_tile();
         this->begin(place);
       }
       this->multiply_window();

@@ -58,7 +58,7 @@ template <class Base> struct WarpgroupCopies : Base {
     else copy_tile_async(to, map, tile * BC, slab, there);
   }
   FG_DEVICE void start_part(int n) const {
-    const bool has_k = n < visits.count(), has_v = n > 0;
+    const bool has_k = overlaps_next || n < visits.count(), has_v = !overlaps_next && n > 0;
     uint64_t* const there = signals().full(parts_before + n);
     if constexpr (Spec::tangent) {
       const bool moves_k = has_k && this->moves_k(), moves_v = has_v && this->moves_v();

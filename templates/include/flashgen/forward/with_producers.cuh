@@ -46,9 +46,7 @@ template <class Base> struct WithProducers : Base {
 #pragma unroll 1
     for (int list = 0; this->take(list); ++list) {
       if (this->begins()) {
-        if constexpr (Base::moves) this->move_to(this->sequence());
-        const Place place = this->place();
-        this->enter(place);
+        const Place place = this->enter_tile();
         this->begin(place);
         if constexpr (overlaps_next) this->q_place = stage_of<Base::q_places>(visits.noted(&Notes::ordinal));
       }
