@@ -36,7 +36,7 @@ CASES: dict[str, tuple[int, str, int, int]] = {
     "192/128": (1, "head_dim 192/128", 500, 300),
 }
 QUICK = ("nothing masked", "tiles that visit none between others", "wide heads")
-JOINS = r"(?<=bool joins\(\) const { )return visits\.count\(\) > 0;"
+JOINS = r"(?<=if \()visits\.count\(\) <= 0"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_going_over(name: str) -> None:
     known = {"doc": documents, "m": of_heads, "sink": of_heads}
     arguments: dict[str, Any] = {each: known[each] for each in known if f"tensor {each}:" in text}
     arguments |= {"seed": 3} if name == "dropout" else {}
-    apart = changed(f"apart_{list(CASES).index(name)}", text, "forward", JOINS, "return false;")
+    apart = changed(f"apart_{list(CASES).index(name)}", text, "forward", JOINS, "true")
     has_lse = name != "pointwise"
     found, others = (
         each(q, k, v, **arguments, return_lse=True) if has_lse else (each(q, k, v, **arguments),)
@@ -211,8 +211,8 @@ MISTAKES: dict[str, tuple[int | str, str, str, set[FaultKind]]] = {
     "O is not cleared": (2, r"    clear_by_moves\(\);\n(    if constexpr .*\n      if)", r"\1", set[FaultKind]()),
     "no wait for the room of Q": (
         1,
-        r"(    q_place = .*\n)    q_signals\(\)\.await_room\(ordinal\);\n",
-        r"\1",
+        r"    q_signals\(\)\.await_room\(ordinal\);\n",
+        "",
         {FaultKind.MBARRIER, FaultKind.RACE, FaultKind.NOT_AWAITED},
     ),
     "a list that is given back before its last visit is known": (

@@ -43,7 +43,10 @@ def test_forward_tiles_are_those_of_other_scores(width: str) -> None:
 def test_several_windows_of_tiles(schedule: str) -> None:
     """Norms of rows stay from window to window, those of keys follow the parts."""
     mask = f"mask window_left(100) and causal and {ALL}"
-    text, windows = f"head_dim 16  score -sqdist / 4  {mask}  {schedule}", r"(window \+=? |first\(\) \+ )(?:fg::)?WINDOW"
+    text, windows = (
+        f"head_dim 16  score -sqdist / 4  {mask}  {schedule}",
+        r"(window \+=? |first\(\) \+ )(?:fg::)?WINDOW",
+    )
     op = changed(f"windows_of_norms_{schedule == SERVED}", text, "forward", windows, r"\g<1>2", count=3)
     q, k, v = random(1, 2, 700, 16, seed=0), random(1, 2, 700, 16, seed=1), random(1, 2, 700, 16, seed=2)
     exact = op.reference(q, k, v, dtype=torch.float64)

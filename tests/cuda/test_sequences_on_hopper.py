@@ -26,11 +26,14 @@ OF_COPIES = {
     "more rows than there are": ("SEQUENCE_END - rows.count + row", "SEQUENCE_END + row"),
 }
 OF_STORES = {
-    "O over a neighbour's rows": ("(to, sums.at[m], warp_row + 16 * m, count)", "(to, sums.at[m], warp_row + 16 * m, Base::BR)"),
+    "O over a neighbour's rows": (
+        "(to, sums.at[m], warp_row + 16 * m, count)",
+        "(to, sums.at[m], warp_row + 16 * m, Base::BR)",
+    ),
 }
 OF_ALONE = {
     "the next sequence too early": ("if (ended) this->move_to(sequence_before);", ""),
-    "the sequence before": ("if (begins()) this->move_to(this->sequence());", ""),
+    "the sequence before": ("if constexpr (Base::moves) move_to(sequence());", ""),
     "the next sequence unknown": ("if (another) this->move_to(noted(next_sequence()));", ""),
 }
 OF_SERVED = {

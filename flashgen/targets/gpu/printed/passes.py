@@ -49,7 +49,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class ForwardCode:
-    """The forward pass; ``shows_columns``: what the mask reads by column comes with the tile.
+    """The forward pass.
 
     A block is a chain of classes: ``parts`` are the headers and the names of those that the spec asks for, the first
     one at its end, and ``schedule`` is the header that has the others.
@@ -58,7 +58,6 @@ class ForwardCode:
     tiles: Forward
     constants: Constants
     memory: Printed
-    shows_columns: bool
     parts: tuple[tuple[str, str], ...]
     schedule: str
 
@@ -120,7 +119,6 @@ def forward_code(plan: GpuPlan) -> ForwardCode:
         tiles=tiles,
         constants=Constants("ForwardPlan", "The plan of the forward pass.", _constants(tiles, _OF_FORWARD, more)),
         memory=printed("ForwardMemory", "Where blocks of the forward pass have what, in bytes.", "class T", layouts),
-        shows_columns=bool(recipe.observed_columns) and tiles.tensor_copies,
         parts=_forward_parts(recipe, tiles),
         schedule=_forward_schedule(recipe, tiles),
     )
@@ -129,7 +127,11 @@ def forward_code(plan: GpuPlan) -> ForwardCode:
 def _forward_parts(recipe: Recipe, tiles: Forward) -> tuple[tuple[str, str], ...]:
     variant = recipe.variant
     tangent, exponential = variant.tangent is not None, recipe.computed.weights.form.exponential
-    products = ("products_of_warpgroups", "ProductsOfWarpgroups") if tiles.warpgroups else ("products_of_warps", "ProductsOfWarps")
+    products = (
+        ("products_of_warpgroups", "ProductsOfWarpgroups")
+        if tiles.warpgroups
+        else ("products_of_warps", "ProductsOfWarps")
+    )
     chain = (
         (("state", "State"), True),
         (("tangents", "Tangents"), tangent),
