@@ -129,7 +129,10 @@ MISTAKES: dict[str, tuple[int | str, str, str, set[FaultKind]]] = {
     ),
     "a list that is given back while it is read": (
         2,
-        r"(?s)(    const Place before = this->place\(\);\n    const VTile.*?)    this->list_signals\(\)\.release\(list\+\+\);\n",
+        (
+            r"(?s)(    const Place before = this->place\(\);\n    const VTile.*?)"
+            r"    this->list_signals\(\)\.release\(list\+\+\);\n"
+        ),
         r"    this->list_signals().release(list);\n\1    ++list;\n",
         {FaultKind.RACE, FaultKind.MBARRIER, FaultKind.DEADLOCK},
     ),
@@ -142,7 +145,8 @@ MISTAKES: dict[str, tuple[int | str, str, str, set[FaultKind]]] = {
     "what the mask reads is given back with K": (
         PADDING,
         (
-            r"(?s)(      release_q_of_last\(n\);\n)((?-s:.*\n){1,9}    if constexpr \(P::maxima_by_sums\).{1,700}?    }\n)"
+            r"(?s)(      release_q_of_last\(n\);\n)"
+            r"((?-s:.*\n){1,9}    if constexpr \(P::maxima_by_sums\).{1,700}?    }\n)"
             r"    if constexpr \([^\n]*\) release_k\(n\);\n"
         ),
         r"\1      release_k(n);\n\2",
@@ -217,7 +221,10 @@ MISTAKES: dict[str, tuple[int | str, str, str, set[FaultKind]]] = {
     ),
     "a list that is given back before its last visit is known": (
         2,
-        r"(      const bool done = this->ends\(\);\n      if constexpr .*\n)(      this->list_signals\(\)\.release\(list\);\n)",
+        (
+            r"(      const bool done = this->ends\(\);\n      if constexpr .*\n)"
+            r"(      this->list_signals\(\)\.release\(list\);\n)"
+        ),
         r"\2\1",
         {FaultKind.RACE},
     ),

@@ -63,11 +63,7 @@ def test_from_tile_to_tile() -> None:
     assert (op(q, k, v, doc=doc).double() - exact).abs().max() < 0.02
 
 
-TAKE = "if (n < count) Base::template measure<BESIDE>(n, Measurers::thread());"
-TAKE_TANGENTS = """\
-        if constexpr (Spec::tangent)
-          if (n < count) twice_products<BESIDE>(this->t_norms(n), k_tile(n), this->t_k_tile(n), this->moves_k(), Measurers::thread());
-"""
+TAKE = "if (n < count) take_norms_of(n);"
 SAY = "mbarrier_arrive(this->norm_signals().full(parts_before + n));"
 # Where it is, what was planted, what the emulator may call it.
 MISTAKES = {
@@ -91,7 +87,7 @@ MISTAKES = {
     ),
     "served, said before they are taken": (
         SERVED,
-        f"        {TAKE}\n{TAKE_TANGENTS}        {SAY}",
+        f"        {TAKE}\n        {SAY}",
         f"        {SAY}\n        {TAKE}",
         {FaultKind.RACE, FaultKind.UNINITIALIZED},
     ),

@@ -69,7 +69,8 @@ MISTAKES: dict[str, tuple[str, str, str, set[FaultKind]]] = {
     "K is given back before it is multiplied again": (
         "two places of Q",
         (
-            r"(?s)(      release_q_of_last\(n\);\n)((?-s:.*\n){1,9}    if constexpr \(P::maxima_by_sums\).{1,700}?    }\n)"
+            r"(?s)(      release_q_of_last\(n\);\n)"
+            r"((?-s:.*\n){1,9}    if constexpr \(P::maxima_by_sums\).{1,700}?    }\n)"
             r"    if constexpr \([^\n]*\) release_k\(n\);\n"
         ),
         r"\1      release_k(n);\n\2",

@@ -120,46 +120,35 @@ def forward_code(plan: GpuPlan) -> ForwardCode:
         constants=Constants("ForwardPlan", "The plan of the forward pass.", _constants(tiles, _OF_FORWARD, more)),
         memory=printed("ForwardMemory", "Where blocks of the forward pass have what, in bytes.", "class T", layouts),
         parts=_forward_parts(recipe, tiles),
-        schedule=_forward_schedule(recipe, tiles),
+        schedule=_forward_schedule(tiles, cached=variant.kind.cached, tangent=variant.tangent is not None),
     )
 
 
 def _forward_parts(recipe: Recipe, tiles: Forward) -> tuple[tuple[str, str], ...]:
-    variant = recipe.variant
-    tangent, exponential = variant.tangent is not None, recipe.computed.weights.form.exponential
-    products = (
-        ("products_of_warpgroups", "ProductsOfWarpgroups")
-        if tiles.warpgroups
-        else ("products_of_warps", "ProductsOfWarps")
-    )
+    kind, tangent = recipe.variant.kind, recipe.variant.tangent is not None
+    exponential = recipe.computed.weights.form.exponential
     chain = (
-        (("state", "State"), True),
-        (("tangents", "Tangents"), tangent),
-        (("eight_bits", "EightBits"), variant.kind.f8),
-        (("eight_bits_of_caches", "EightBitsOfCaches"), variant.kind.f8_cached),
-        (("dropout", "WithDropout"), has_dropout(variant)),
-        (("shared_rows", "SharedRows"), tiles.split > 1),
-        (("halves_of_o", "HalvesOfO"), tiles.ping_pong),
-        (("exponentials", "Exponentials") if exponential else ("weights", "FunctionsOfScores"), True),
-        (("tangents", "MovingExponentials"), tangent and exponential),
-        (products, _forward_schedule(recipe, tiles) in ("by_warps", "caches")),
+        ("state", "State", True),
+        ("tangents", "Tangents", tangent),
+        ("eight_bits", "EightBits", kind.f8),
+        ("eight_bits_of_caches", "EightBitsOfCaches", kind.f8_cached),
+        ("dropout", "WithDropout", has_dropout(recipe.variant)),
+        ("shared_rows", "SharedRows", tiles.split > 1),
+        ("exponentials", "Exponentials", exponential),
+        ("weights", "FunctionsOfScores", not exponential),
+        ("tangents", "MovingExponentials", tangent and exponential),
     )
-    return tuple(part for part, is_there in chain if is_there)
+    return tuple((header, name) for header, name, is_there in chain if is_there)
 
 
-def _forward_schedule(recipe: Recipe, tiles: Forward) -> str:
-    if recipe.variant.kind.cached:
-        return "caches"
-    if tiles.ping_pong:
-        return "ping_pong"
-    tangent = recipe.variant.tangent is not None
-    if not tiles.warpgroups or tiles.divided or (tangent and not tiles.tensor_copies):
-        return "by_warps"
-    if not tiles.tensor_copies:
-        return "warpgroups_alone"
-    if not tiles.producers:
-        return "self_loading"
-    return "tangents_with_producers" if tangent else "warpgroups_with_producers"
+def _forward_schedule(tiles: Forward, *, cached: bool, tangent: bool) -> str:
+    if cached or not tiles.warpgroups:
+        return "caches" if cached else "by_warps"
+    if tiles.divided or (tangent and not tiles.producers):
+        return "by_warpgroups"
+    if tiles.producers:
+        return "ping_pong" if tiles.ping_pong else f"{'tangents' if tangent else 'warpgroups'}_with_producers"
+    return "self_loading" if tiles.tensor_copies else "warpgroups_alone"
 
 
 def backward_code(plan: GpuPlan) -> BackwardCode:
@@ -224,9 +213,7 @@ def warpgroup_products(plan: GpuPlan) -> WarpgroupProducts | None:
         return None
     spans = backward.halves_dq or (forward.warpgroups and (forward.split > 1 or Dv > MOST_COLUMNS))
     clusters = forward.cluster > 1 or backward.cluster > 1
-    return WarpgroupProducts(
-        tuple(sorted(width // 8 for width in widths)), own.element, spans, forward.ping_pong, clusters
-    )
+    return WarpgroupProducts(tuple(sorted(width // 8 for width in widths)), own.element, spans, clusters)
 
 
 def _widths_of_o(Dv: int, element: ElementType, tiles: Forward) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 #pragma once
 #include "flashgen/forward/mainloop.cuh"
 #include "flashgen/forward/merging.cuh"
+#include "flashgen/forward/products_of_warps.cuh"
 #include "flashgen/forward/query_tiles_of_caches.cuh"
 #include "flashgen/forward/results.cuh"
 #include "flashgen/forward/rows.cuh"
@@ -161,6 +162,6 @@ template <class Base> struct PartOfKeys : Base {
   }
 };
 
-template <class Products> using Block = PartOfKeys<Mainloop<KeyTilesOfCaches<Merging<Results<Rows<QueryTilesOfCaches<Products>>>>>>>;
+template <class Weighing> using Block = PartOfKeys<Mainloop<KeyTilesOfCaches<Merging<Results<Rows<QueryTilesOfCaches<ProductsOfWarps<Weighing>>>>>>>>;
 
 }  // namespace fg::forward

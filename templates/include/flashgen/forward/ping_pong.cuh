@@ -7,12 +7,24 @@
 // A cluster has the rows of one tile, and visits what these do. Block h of it copies half h of every K and V, for all: it waits until all
 // are done with what was there.
 #pragma once
-#include "flashgen/forward/halves_of_o.cuh"
+#include "flashgen/clusters.cuh"
 #include "flashgen/forward/pairs.cuh"
 #include "flashgen/forward/with_producers.cuh"
+#include "flashgen/warpgroup_spans.cuh"
 #include "flashgen/warpgroup_turns.cuh"
 
 namespace fg::forward {
+
+template <class Base> struct HalvesOfO : Base {
+  using typename Base::T, typename Base::Place;
+  using Base::Base;
+
+  FG_DEVICE static int rank() { return cluster_rank(); }
+  FG_DEVICE static void barrier_of_cluster() { cluster_barrier(); }
+  FG_DEVICE void store_o(const Place& place, int warp_row, int count) const {
+    store_half<T, typename Base::Kernel::ColumnsOfO, Base::DV, Kept::normally>(rows_of_o<T>(this->a, place.head, place.row0), this->o.at[0], this->part, warp_row, count);
+  }
+};
 
 // Signals of K have a phase for two tiles, so that a warpgroup waits for every one of those that it waits for.
 template <class Base> struct HalvesOfTiles : Base {
@@ -247,6 +259,6 @@ template <class Base> struct PingPong : Base {
   }
 };
 
-template <class Weighing> using Block = WithProducers<PingPong<Producers<HalvesOfTiles<CopiesOfTiles<Weighing>>>>>;
+template <class Weighing> using Block = WithProducers<PingPong<Producers<HalvesOfTiles<CopiesOfTiles<HalvesOfO<Weighing>>>>>>;
 
 }  // namespace fg::forward

@@ -176,6 +176,10 @@ template <class Base> struct Producers : Base {
 
   // -- who takes norms --
 
+  FG_DEVICE void take_norms_of(int n) const {
+    Base::template measure<BESIDE>(n, Measurers::thread());
+    if constexpr (Spec::tangent) twice_products<BESIDE>(this->t_norms(n), k_tile(n), this->t_k_tile(n), this->moves_k(), Measurers::thread());
+  }
   FG_DEVICE void measure() {
 #pragma unroll 1
     for (int list = 0; take(list); ++list) {
@@ -185,9 +189,7 @@ template <class Base> struct Producers : Base {
 #pragma unroll 1
       for (int n = 0; n <= count && count > 0; ++n) {
         signals().await(parts_before + n);
-        if (n < count) Base::template measure<BESIDE>(n, Measurers::thread());
-        if constexpr (Spec::tangent)
-          if (n < count) twice_products<BESIDE>(this->t_norms(n), k_tile(n), this->t_k_tile(n), this->moves_k(), Measurers::thread());
+        if (n < count) take_norms_of(n);
         mbarrier_arrive(this->norm_signals().full(parts_before + n));
         signals().release(parts_before + n);
       }

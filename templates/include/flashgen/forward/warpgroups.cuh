@@ -25,9 +25,11 @@ template <class Base> struct Warpgroups : Base {
   FG_DEVICE void multiply_window([[maybe_unused]] int& list) {
     Ahead ahead;
     if constexpr (Spec::prefetch) {
-      if constexpr (P::pairs_staged) in_chunks = has_chunks();
-      if (P::pairs_staged && in_chunks) stage_pairs(0);
-      else read_ahead(ahead, 0);
+      if constexpr (P::pairs_staged) {
+        in_chunks = has_chunks();
+        if (in_chunks) stage_pairs(0);
+      }
+      if (!in_chunks) read_ahead(ahead, 0);
     }
     this->await_q();
     if (visits.count() == 0) {

@@ -2,9 +2,6 @@
 // worked on.
 #pragma once
 #include "flashgen/forward/one_tile.cuh"
-#include "flashgen/forward/query_tiles.cuh"
-#include "flashgen/forward/results.cuh"
-#include "flashgen/forward/rows.cuh"
 #include "flashgen/forward/warpgroup_copies.cuh"
 #include "flashgen/forward/warpgroups.cuh"
 

@@ -1,6 +1,6 @@
-// The same by warpgroups that work on one key tile after another: where two share rows, and with products of tangents.
+// A block has a query tile, and works on one key tile after another, by warpgroups: where two share rows, and with products of tangents.
 #pragma once
-#include "flashgen/forward/state.cuh"
+#include "flashgen/forward/one_tile.cuh"
 #include "flashgen/warpgroup_spans.cuh"
 
 namespace fg::forward {
@@ -51,5 +51,7 @@ template <class Base> struct ProductsOfWarpgroups : Base {
     }
   }
 };
+
+template <class Weighing> using Block = KeyTilesInTurn<ProductsOfWarpgroups<Weighing>>;
 
 }  // namespace fg::forward
