@@ -49,22 +49,13 @@ class Constants:
 
 @dataclass(frozen=True)
 class ForwardCode:
-    """The forward pass.
-
-    A block is a chain of classes: ``parts`` are the headers and the names of those that the spec asks for, the first
-    one at its end, and ``schedule`` is the header that has the others.
-    """
+    """A block is a chain of classes: ``parts`` are headers and names of what a spec asks for, ``schedule`` has more."""
 
     tiles: Forward
     constants: Constants
     memory: Printed
     parts: tuple[tuple[str, str], ...]
     schedule: str
-
-    @property
-    def headers(self) -> tuple[str, ...]:
-        """What a source includes."""
-        return tuple(dict.fromkeys((*(header for header, _ in self.parts), self.schedule)))
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ template <class Base> struct OneTile : Base {
       Team::barrier();
       this->take_norms_of_rows();
     }
-
     Team::barrier();  // the place of the block is known
 #pragma unroll 1
     for (int window = 0; window < tiles(); window = visits.first() + WINDOW) {

@@ -1,5 +1,4 @@
-// Persistent blocks in which those who multiply do all. The list of the next window takes the place of the present one, whose address so
-// stays the same in the loops.
+// Persistent blocks in which those who multiply do all. Lists take one place, whose address stays the same in the loops.
 #pragma once
 #include "flashgen/forward/persistent.cuh"
 #include "flashgen/forward/query_tiles.cuh"

@@ -1,5 +1,4 @@
-// Warpgroups where no tensor copies can bring K and V: a block has one query tile, and everyone copies a part while the one before is
-// worked on.
+// Warpgroups where no tensor copies can bring K and V: a block has one query tile, and everyone copies a part during the one before.
 #pragma once
 #include "flashgen/forward/one_tile.cuh"
 #include "flashgen/forward/warpgroup_copies.cuh"
