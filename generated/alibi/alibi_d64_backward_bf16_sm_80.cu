@@ -302,7 +302,7 @@ struct Spec : fg::AnySpec {
   using Row = ::Row;
   using Column = ::Column;
   static constexpr int D = 64, DV = 64, DP = 64, DVP = 64, lag = 8, headroom = 0, cache_of_groups = 25165824,
-      words_of_notes = 8, columns_seen = 0, degree = 1;
+      words_of_notes = 8, columns_seen = 0, degree = 1, BEYOND = 64, few_queries = 4, selected_block = 1;
   static constexpr bool exponential = true, normalised = true, distance = true, split_score = true, in_groups = true,
       one_pass = true, row_state = true, captured = true, weighs_first = true;
 };

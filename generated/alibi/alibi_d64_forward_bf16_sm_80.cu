@@ -278,7 +278,7 @@ struct Spec : fg::AnySpec {
   using Row = ::Row;
   using Column = ::Column;
   static constexpr int D = 64, DV = 64, DP = 64, DVP = 64, lag = 8, headroom = 0, cache_of_groups = 25165824,
-      words_of_notes = 8, columns_seen = 0, degree = 1;
+      words_of_notes = 8, columns_seen = 0, degree = 1, BEYOND = 64, few_queries = 4, selected_block = 1;
   static constexpr bool exponential = true, normalised = true, distance = true, split_score = true, in_groups = true,
       one_pass = true, row_state = true, captured = true, weighs_first = true;
   // Exponents are in base 2: what scores, or products, are multiplied by for them; maxima, and in base e; the product
@@ -309,7 +309,8 @@ template <class T> struct ForwardPlan;
 template <> struct ForwardPlan<fg::bfloat_t> {
   static constexpr int BR = 128, BC = 64, warps = 4, stages = 2, split = 1, s_columns = 0, warpgroups = 0,
       producers = 0, blocks = 1, threads = 128, cluster = 1, tensor_copies = 0, pairs_staged = 0, prefetches_next = 0,
-      q_in_registers = 1, overlaps_next = 0, q_places = 1, ping_pong = 0, registers = 0, producer_registers = 0;
+      q_in_registers = 1, overlaps_next = 0, q_places = 1, ping_pong = 0, registers = 0, producer_registers = 0,
+      maxima_by_sums = 0, measurers = 0;
 };
 // ---- Shared memory --------------------------------------------------------------------------------------------------
 
@@ -367,228 +368,49 @@ struct KeyNotes {
 template <class Notes> using Visits = fg::Visits<VisitList, Notes>;
 
 // ---- Forward -------------------------------------------------------------------------------------------------------
-// One block a query tile, key tiles inside: Algorithm 1 of FlashAttention-2. A warp holds 16 · m_tiles rows of O, and
-// the scores of those rows by one key tile; K and V stream through rings of `stages` tiles of shared memory.
+// A warp holds 16 · m_tiles rows of O, and scores of those rows by one key tile; K and V stream through rings of
+// `stages` tiles.
 //   P = exp(S) / Σ exp(S)
-
+#include "flashgen/forward/state.cuh"
 #include "flashgen/forward/exponentials.cuh"
+#include "flashgen/forward/by_warps.cuh"
 
 namespace forward {
-
 // What a block is made for.
-template <class T_, int blocks_ = 1> struct Kernel {
+template <class T_, bool in_bounds_, bool dropped_, int blocks_ = 1> struct Kernel {
   using Spec = ::Spec;
   using T = T_;
   using Plan = ForwardPlan<T>;
   using Memory = ForwardMemory<T>;
   using Notes = QueryNotes<(Plan::producers > 0)>;
+  using Ahead = fg::forward::NoneAhead;  // of pairs
+  using QueryPlace = ::QueryPlace;
+  using OpenedTile = ::OpenedTile;
   using Call = ::Arguments;
   using OwnArguments = const Arguments&;
   using Maps = void;
+  using Parts = void;
   using Stored = T;
   using E = T;
   using KTile = fg::SharedTile<T, Plan::BC, DP>;
   using VTile = fg::SharedTile<T, Plan::BC, DVP>;
-  static constexpr bool in_bounds = true, dropped = false;
+  using ColumnsOfO = void;  // that a warpgroup has
+  static constexpr bool in_bounds = in_bounds_, dropped = dropped_;
   static constexpr int blocks = blocks_;
 };
 template <class Kernel> using Weighing = fg::forward::Exponentials<fg::forward::State<Kernel>>;
-using fg::forward::NoneAhead, fg::forward::Place, fg::forward::Sum;
-
-template <class Kernel> struct Block : Weighing<Kernel> {
-  using Base = Weighing<Kernel>;
-  using typename Base::P, typename Base::Memory, typename Base::T, typename Base::Stored, typename Base::E,
-      typename Base::QTile, typename Base::KTile, typename Base::VTile, typename Base::OTile, typename Base::PTile,
-      typename Base::Team, typename Base::Notes;
-  using Base::BR, Base::BC, Base::stages, Base::split, Base::unit, Base::m_tiles, Base::s_tiles, Base::o_tiles,
-      Base::threads, Base::blocks, Base::dropped;
-  using Base::has_producers, Base::self_loading, Base::overlaps_next, Base::q_places, Base::lists, Base::copies,
-      Base::norm_places, Base::chains, Base::scaled;
-  using Base::call, Base::a, Base::maps, Base::u, Base::x, Base::memory, Base::kv_len, Base::warp_row, Base::part,
-      Base::parts_before, Base::q_place, Base::visits;
-  using Base::rows, Base::q_rows, Base::o, Base::row_max, Base::row_sum, Base::row_moving, Base::row_scale,
-      Base::next_seen, Base::SEEN;
-  using Base::note, Base::place, Base::row_count, Base::share, Base::tiles, Base::q_tile, Base::k_tile, Base::v_tile,
-      Base::norms, Base::columns, Base::rescale, Base::close_rows;
-  using Base::Base;
-  using Base::exponentials, Base::is_far, Base::counts_on, Base::weigh_by_maxima;
+template <class Kernel> using Block = fg::forward::Block<Weighing<Kernel>>;
+struct Checked : Block<Kernel<fg::bfloat_t, true, false>> {
   static_assert(Memory::Q_bytes == q_places * QTile::bytes, "Q: what the plan counts");
   static_assert(Memory::K_bytes == stages * KTile::bytes, "K: what the plan counts");
   static_assert(Memory::V_bytes == stages * VTile::bytes, "V: what the plan counts");
   static_assert(Memory::LIST_bytes == lists * int(sizeof(VisitList)), "list of tiles: what the plan counts");
   static_assert(Memory::O_bytes == !copies * OTile::bytes, "O at the end: what the plan counts");
-
-  FG_DEVICE void enter(const Place& place) { x = head_at(place); }
-  FG_DEVICE void note(const Place& place, const Head& head) const { note(visits.notes(), place, head); }
-
-  // A query tile, by its number. The last ones of a head come first: under a causal mask they are the longest.
-  FG_DEVICE Place locate(unsigned number) const {
-    const unsigned tiles = (unsigned(a.q_len) + P::BR - 1) / P::BR;
-    const unsigned head = number / tiles;
-    return {int(head), int(tiles - 1 - (number - head * tiles)) * P::BR};
-  }
-
-  // What hooks know of the head, and of where the tile lies.
-  FG_DEVICE Head head_at(const Place& place) const {
-    const int b = unsigned(place.head) / unsigned(a.heads), h = place.head - b * int(a.heads);
-    Head head = make_head(a, u, b, h);
-    head.origin = int(a.q_start) + place.row0;
-    return head;
-  }
-  FG_DEVICE fg::KeyTiles<Spec, BR, BC> classify(const Place& place, const Head& head) const {
-    return {a, u, head, place.head, {place.row0, row_count(place)}};
-  }
-
-  // ---- prologue ----
-
-  FG_DEVICE void run() {
-    if constexpr (has_producers) return this->run_with_producers();
-    if constexpr (self_loading) return this->run_self_loading();
-    const Place place = locate(block_number(a));
-    if constexpr (!Spec::cached) enter(place);
-    if (threadIdx.x == 0) note(place, x);
-    load_q(place);
-    begin(place);
-
-    Team::barrier();  // the place of the block is known
-#pragma unroll 1
-    for (int window = 0; window < tiles(); window = visits.first() + fg::WINDOW) {
-      fg::find_visits<Team>(visits.list, window, fg::min(window + fg::WINDOW, tiles()), classify(this->place(), x));
-      visit();
-      Team::barrier();  // everyone is done with V before the next window's copies
-    }
-    fg::copy_async_wait<0>();
-    const Place here = this->place();  // before O may take its room
-    if constexpr (!Spec::cached) Team::barrier();
-    if constexpr (Spec::f8_cached) this->to_sums(factor_of(a, a.v_factors, here.head));
-    finish(here);
-  }
-  FG_DEVICE void load_q(const Place& place) {
-    const auto q = rows_of_q<T>(a, first_of_q(a, x.b - a.b_start, x.h - a.h_start));
-    fg::copy_rows_async<threads, D>(q_tile(), q, place.row0, row_count(place));
-    fg::copy_async_commit();
-  }
-
-  // No key is seen yet.
-  FG_DEVICE void begin(const Place& place) {
-    fg::clear(o);
-    if constexpr (Spec::tangent) fg::clear(this->t_o);
-    begin_rows(place);
-  }
-  FG_DEVICE void begin_rows(const Place& place) {
-    const int first = fg::again(warp_row) + fg::fragment_row(0);  // not kept from tile to tile
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-      const int row = first + 16 * (r / 2) + 8 * (r % 2);
-      rows[r] = make_row(a, u, x, int(a.q_start) + place.row0 + fg::min(row, row_count(place) - 1));
-      if constexpr (Spec::norms) rows[r].qq = 0.0f;  // of rows that visit nothing
-      row_max[r] = -INFINITY;
-      if constexpr (Spec::f8) this->begin_row(r);
-      if constexpr (Spec::tangent) this->t_base[r] = 0.0f;
-      row_sum[r] = 0.0f;
-      if constexpr (Spec::tangent) this->t_sum[r] = 0.0f;
-      if constexpr (Spec::scaled_weights) row_scale[r] = 0.0f;
-    }
-  }
-
-  // ---- mainloop ----
-
-  // The tiles of one window.
-  FG_DEVICE void visit() {
-#pragma unroll
-    for (int n = 0; n < stages; ++n) {
-      load_k(n);
-      if (n < stages - 1) load_v(n);
-    }
-    if constexpr (P::q_in_registers) {
-      fg::copy_async_wait<2 * (stages - 1)>();
-      fg::block_barrier();
-      fg::load(q_rows, this->ordered_q(), warp_row);
-    }
-    int n = 0;
-#pragma unroll 1
-    for (; n < visits.partials(); ++n) step<true>(n);
-#pragma unroll 1
-    for (; n < visits.count(); ++n) step<false>(n);
-  }
-
-  FG_DEVICE void load_k(int n) {
-    if (n < visits.count()) {
-      const int first = visits.tile(n) * BC;
-      const auto k = rows_of_k<Stored>(a, visits.noted(&Notes::k));
-      fg::copy_rows_async<threads, D>(k_tile(n), k, first, kv_len - first);
-    }
-    fg::copy_async_commit();
-  }
-  FG_DEVICE void load_v(int n) {
-    if (n < visits.count()) {
-      const int first = visits.tile(n) * BC;
-      const auto v = rows_of_v<Stored>(a, visits.noted(&Notes::v));
-      fg::copy_rows_async<threads, DV>(v_tile(n), v, first, kv_len - first);
-    }
-    fg::copy_async_commit();
-  }
-
-  // One key tile. The copies run in the order K0 V0 K1 V1 …; each starts where a barrier says that everyone is done
-  // with its place, and all but the newest 2 (stages - 1) have landed where one is needed.
-  template <bool masked> FG_DEVICE void step(int n) {
-    const int column0 = visits.tile(n) * BC;
-    fg::copy_async_wait<2 * (stages - 1)>();
-    fg::block_barrier();
-    load_v(n + stages - 1);
-
-    // S = Q Kᵀ
-    fg::Accumulators<m_tiles, s_tiles> s;
-    fg::clear(s);
-    if constexpr (P::q_in_registers) fg::product(s, q_rows, k_tile(n), 0);
-    else fg::product(s, this->ordered_q(), warp_row, k_tile(n), 0);
-    if constexpr (Spec::f8_cached) this->to_dots(s);
-
-    float shrink[2 * m_tiles];
-    if (this->template scores<masked>(s, n, shrink)) rescale(shrink);
-    exponentials(s);
-    if constexpr (dropped) this->drop(column0 + Base::own_key(), s);
-
-    fg::copy_async_wait<2 * (stages - 1)>();
-    fg::block_barrier();
-    load_k(n + stages);
-    // O += P V
-    fg::product_across(o, s, v_tile(n), 0);
-  }
-
-  // ---- epilogue ----
-
-  // Scales O by its rows' denominators and writes it, and the log-sum-exps.
-  FG_DEVICE void finish(const Place& place) {
-    float factors[2 * m_tiles];
-    if constexpr (Spec::f8) this->add_kept_sums();
-    close_rows(place, factors);
-    write(place, factors);
-  }
-  FG_DEVICE void write(const Place& place, [[maybe_unused]] const float (&factors)[2 * m_tiles]) {
-    const int count = row_count(place), warp_row = this->first_own_row();
-    if constexpr (Spec::normalised || Spec::dropout || Spec::f8) rescale(factors);
-    stage(o, warp_row);
-    store_staged(rows_of_o<T>(a, place.head, place.row0), warp_row, count);
-  }
-  // Rounded sums, by rows in shared memory, and from there 16 bytes a lane.
-  FG_DEVICE OTile o_tile() const { return {reinterpret_cast<T*>(memory)}; }
-  FG_DEVICE void stage(const fg::Accumulators<m_tiles, o_tiles>& sums, int warp_row) const {
-#pragma unroll
-    for (int m = 0; m < m_tiles; ++m)
-#pragma unroll
-      for (int t = 0; t < o_tiles; ++t)
-        fg::store_fragment(o_tile(), warp_row + 16 * m, 8 * t, sums.at[m][t], fg::lane_index());
-    fg::warp_barrier();
-  }
-  template <class To> FG_DEVICE void store_staged(const To& to, int warp_row, int count) const {
-    fg::store_rows<32, DV>(to, o_tile(), fg::lane_index(), warp_row, 16 * m_tiles, count);
-  }
 };
 
 }  // namespace forward
 
 extern "C" __global__ void __launch_bounds__(ForwardPlan<fg::bfloat_t>::threads)
 alibi_d64_forward_bf16(const __grid_constant__ Arguments a) {
-  forward::Block<forward::Kernel<fg::bfloat_t>>(a, a).run();
+  forward::Block<forward::Kernel<fg::bfloat_t, true, false>>(a, a).run();
 }

@@ -363,7 +363,7 @@ struct Spec : fg::AnySpec {
   using Row = ::Row;
   using Column = ::Column;
   static constexpr int D = 64, DV = 64, DP = 64, DVP = 64, lag = 8, headroom = 0, cache_of_groups = 25165824,
-      words_of_notes = 8, columns_seen = 0, degree = 1;
+      words_of_notes = 8, columns_seen = 0, degree = 1, BEYOND = 64, few_queries = 4, selected_block = 1;
   static constexpr bool exponential = true, normalised = true, distance = true, split_score = true, keys_of_row = true,
       queries_of_column = true, in_groups = true, one_pass = true, row_state = true, captured = true,
       weighs_first = true;
@@ -395,7 +395,8 @@ template <class T> struct ForwardPlan;
 template <> struct ForwardPlan<fg::bfloat_t> {
   static constexpr int BR = 64, BC = 128, warps = 4, stages = 2, split = 1, s_columns = 0, warpgroups = 1,
       producers = 0, blocks = 3, threads = 128, cluster = 1, tensor_copies = 1, pairs_staged = 0, prefetches_next = 0,
-      q_in_registers = 0, overlaps_next = 0, q_places = 1, ping_pong = 0, registers = 0, producer_registers = 0;
+      q_in_registers = 0, overlaps_next = 0, q_places = 1, ping_pong = 0, registers = 0, producer_registers = 0,
+      maxima_by_sums = 0, measurers = 0;
 };
 // ---- Shared memory --------------------------------------------------------------------------------------------------
 
@@ -455,59 +456,39 @@ struct KeyNotes {
 template <class Notes> using Visits = fg::Visits<VisitList, Notes>;
 
 // ---- Forward -------------------------------------------------------------------------------------------------------
-// One block a query tile, key tiles inside: Algorithm 1 of FlashAttention-2. A warp holds 16 · m_tiles rows of O, and
-// the scores of those rows by one key tile; K and V stream through rings of `stages` tiles of shared memory.
-// Where tensor copies bring Q, K and V blocks are persistent: they take one query tile after another.
+// A warp holds 16 · m_tiles rows of O, and scores of those rows by one key tile; K and V stream through rings of
+// `stages` tiles.
 //   P = exp(S) / Σ exp(S)
-
-// K and V as tensor copies read them: flashgen/targets/gpu/launches.py says the same.
-struct ForwardMaps {
-  fg::TensorMap q, k, v;
-};
-
+#include "flashgen/forward/state.cuh"
 #include "flashgen/forward/exponentials.cuh"
+#include "flashgen/forward/self_loading.cuh"
 
 namespace forward {
-
 // What a block is made for.
-template <class T_, int blocks_ = 1> struct Kernel {
+template <class T_, bool in_bounds_, bool dropped_, int blocks_ = 1> struct Kernel {
   using Spec = ::Spec;
   using T = T_;
   using Plan = ForwardPlan<T>;
   using Memory = ForwardMemory<T>;
   using Notes = QueryNotes<(Plan::producers > 0)>;
+  using Ahead = fg::forward::NoneAhead;  // of pairs
+  using QueryPlace = ::QueryPlace;
+  using OpenedTile = ::OpenedTile;
   using Call = ::Arguments;
   using OwnArguments = const Arguments&;
-  using Maps = ForwardMaps;
+  using Maps = fg::forward::Maps;
+  using Parts = void;
   using Stored = T;
   using E = T;
   using KTile = fg::SharedTile<T, Plan::BC, DP>;
   using VTile = fg::SharedTile<T, Plan::BC, DVP>;
-  static constexpr bool in_bounds = true, dropped = false;
+  using ColumnsOfO = void;  // that a warpgroup has
+  static constexpr bool in_bounds = in_bounds_, dropped = dropped_;
   static constexpr int blocks = blocks_;
 };
 template <class Kernel> using Weighing = fg::forward::Exponentials<fg::forward::State<Kernel>>;
-using fg::forward::NoneAhead, fg::forward::Place, fg::forward::Sum;
-
-template <class Kernel> struct Block : Weighing<Kernel> {
-  using Base = Weighing<Kernel>;
-  using typename Base::P, typename Base::Memory, typename Base::T, typename Base::Stored, typename Base::E,
-      typename Base::QTile, typename Base::KTile, typename Base::VTile, typename Base::OTile, typename Base::PTile,
-      typename Base::Team, typename Base::Notes;
-  using Base::BR, Base::BC, Base::stages, Base::split, Base::unit, Base::m_tiles, Base::s_tiles, Base::o_tiles,
-      Base::threads, Base::blocks, Base::dropped;
-  using Base::has_producers, Base::self_loading, Base::overlaps_next, Base::q_places, Base::lists, Base::copies,
-      Base::norm_places, Base::chains, Base::scaled;
-  using Base::call, Base::a, Base::maps, Base::u, Base::x, Base::memory, Base::kv_len, Base::warp_row, Base::part,
-      Base::parts_before, Base::q_place, Base::visits;
-  using Base::rows, Base::q_rows, Base::o, Base::row_max, Base::row_sum, Base::row_moving, Base::row_scale,
-      Base::next_seen, Base::SEEN;
-  using Base::note, Base::place, Base::row_count, Base::share, Base::tiles, Base::q_tile, Base::k_tile, Base::v_tile,
-      Base::norms, Base::columns, Base::rescale, Base::close_rows;
-  using Base::Base;
-  using Base::exponentials, Base::is_far, Base::counts_on, Base::weigh_by_maxima;
-  using Signals = fg::Signals<stages>;
-  using QSignals = fg::Signals<overlaps_next ? q_places : 1>;
+template <class Kernel> using Block = fg::forward::Block<Weighing<Kernel>>;
+struct Checked : Block<Kernel<fg::bfloat_t, true, false>> {
   static_assert(Memory::Q_bytes == q_places * QTile::bytes, "Q: what the plan counts");
   static_assert(Memory::K_bytes == stages * KTile::bytes, "K: what the plan counts");
   static_assert(Memory::V_bytes == stages * VTile::bytes, "V: what the plan counts");
@@ -515,521 +496,12 @@ template <class Kernel> struct Block : Weighing<Kernel> {
   static_assert(Memory::LIST_bytes == lists * int(sizeof(VisitList)), "list of tiles: what the plan counts");
   static_assert(Memory::SIGNALS_bytes == copies * Signals::bytes, "signals: what the plan counts");
   static_assert(Memory::Q_SIGNALS_bytes == copies * QSignals::bytes, "signals: what the plan counts");
-
-  int next_work_tile;  // of a query tile, in the thread that has taken it
-
-  FG_DEVICE void enter(const Place& place) { x = head_at(place); }
-  FG_DEVICE void note(const Place& place, const Head& head) const { note(visits.notes(), place, head); }
-
-  // A query tile, by its number. The last ones of a head come first: under a causal mask they are the longest.
-  FG_DEVICE Place locate(unsigned number) const {
-    const unsigned tiles = (unsigned(a.q_len) + P::BR - 1) / P::BR;
-    const unsigned head = number / tiles;
-    return {int(head), int(tiles - 1 - (number - head * tiles)) * P::BR};
-  }
-
-  // What hooks know of the head, and of where the tile lies.
-  FG_DEVICE Head head_at(const Place& place) const {
-    const int b = unsigned(place.head) / unsigned(a.heads), h = place.head - b * int(a.heads);
-    Head head = make_head(a, u, b, h);
-    head.origin = int(a.q_start) + place.row0;
-    return head;
-  }
-  FG_DEVICE fg::KeyTiles<Spec, BR, BC> classify(const Place& place, const Head& head) const {
-    return {a, u, head, place.head, {place.row0, row_count(place)}};
-  }
-
-  // ---- prologue ----
-
-  FG_DEVICE void run() {
-    if constexpr (has_producers) return this->run_with_producers();
-    if constexpr (self_loading) return this->run_self_loading();
-    const Place place = locate(block_number(a));
-    if constexpr (!Spec::cached) enter(place);
-    if (threadIdx.x == 0) note(place, x);
-    load_q(place);
-    begin(place);
-
-    Team::barrier();  // the place of the block is known
-#pragma unroll 1
-    for (int window = 0; window < tiles(); window = visits.first() + fg::WINDOW) {
-      fg::find_visits<Team>(visits.list, window, fg::min(window + fg::WINDOW, tiles()), classify(this->place(), x));
-      if constexpr (P::warpgroups) multiply_window();
-      else visit();
-      Team::barrier();  // everyone is done with V before the next window's copies
-    }
-    fg::copy_async_wait<0>();
-    const Place here = this->place();  // before O may take its room
-    if constexpr (!Spec::cached) Team::barrier();
-    if constexpr (Spec::f8_cached) this->to_sums(factor_of(a, a.v_factors, here.head));
-    finish(here);
-  }
-  FG_DEVICE void load_q(const Place& place) {
-    const auto q = rows_of_q<T>(a, first_of_q(a, x.b - a.b_start, x.h - a.h_start));
-    fg::copy_rows_async<threads, D>(q_tile(), q, place.row0, row_count(place));
-    fg::copy_async_commit();
-  }
-
-  // No key is seen yet.
-  FG_DEVICE void begin(const Place& place) {
-    fg::clear(o);
-    if constexpr (Spec::tangent) fg::clear(this->t_o);
-    begin_rows(place);
-  }
-  FG_DEVICE void begin_rows(const Place& place) {
-    const int first = fg::again(warp_row) + fg::fragment_row(0);  // not kept from tile to tile
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-      const int row = first + 16 * (r / 2) + 8 * (r % 2);
-      rows[r] = make_row(a, u, x, int(a.q_start) + place.row0 + fg::min(row, row_count(place) - 1));
-      if constexpr (Spec::norms) rows[r].qq = 0.0f;  // of rows that visit nothing
-      row_max[r] = -INFINITY;
-      if constexpr (Spec::f8) this->begin_row(r);
-      if constexpr (Spec::tangent) this->t_base[r] = 0.0f;
-      row_sum[r] = 0.0f;
-      if constexpr (Spec::tangent) this->t_sum[r] = 0.0f;
-      if constexpr (Spec::scaled_weights) row_scale[r] = 0.0f;
-    }
-  }
-
-  // ---- mainloop ----
-
-  // The tiles of one window.
-  FG_DEVICE void visit() {
-#pragma unroll
-    for (int n = 0; n < stages; ++n) {
-      load_k(n);
-      if (n < stages - 1) load_v(n);
-    }
-    if constexpr (P::q_in_registers) {
-      fg::copy_async_wait<2 * (stages - 1)>();
-      fg::block_barrier();
-      fg::load(q_rows, this->ordered_q(), warp_row);
-    }
-    int n = 0;
-#pragma unroll 1
-    for (; n < visits.partials(); ++n) step<true>(n);
-#pragma unroll 1
-    for (; n < visits.count(); ++n) step<false>(n);
-  }
-
-  FG_DEVICE void load_k(int n) {
-    if (n < visits.count()) {
-      const int first = visits.tile(n) * BC;
-      const auto k = rows_of_k<Stored>(a, visits.noted(&Notes::k));
-      fg::copy_rows_async<threads, D>(k_tile(n), k, first, kv_len - first);
-    }
-    fg::copy_async_commit();
-  }
-  FG_DEVICE void load_v(int n) {
-    if (n < visits.count()) {
-      const int first = visits.tile(n) * BC;
-      const auto v = rows_of_v<Stored>(a, visits.noted(&Notes::v));
-      fg::copy_rows_async<threads, DV>(v_tile(n), v, first, kv_len - first);
-    }
-    fg::copy_async_commit();
-  }
-
-  // One key tile. The copies run in the order K0 V0 K1 V1 …; each starts where a barrier says that everyone is done
-  // with its place, and all but the newest 2 (stages - 1) have landed where one is needed.
-  template <bool masked> FG_DEVICE void step(int n) {
-    const int column0 = visits.tile(n) * BC;
-    fg::copy_async_wait<2 * (stages - 1)>();
-    fg::block_barrier();
-    load_v(n + stages - 1);
-
-    // S = Q Kᵀ
-    fg::Accumulators<m_tiles, s_tiles> s;
-    fg::clear(s);
-    if constexpr (P::q_in_registers) fg::product(s, q_rows, k_tile(n), 0);
-    else fg::product(s, this->ordered_q(), warp_row, k_tile(n), 0);
-    if constexpr (Spec::f8_cached) this->to_dots(s);
-
-    float shrink[2 * m_tiles];
-    if (this->template scores<masked>(s, n, shrink)) rescale(shrink);
-    exponentials(s);
-    if constexpr (dropped) this->drop(column0 + Base::own_key(), s);
-
-    fg::copy_async_wait<2 * (stages - 1)>();
-    fg::block_barrier();
-    load_k(n + stages);
-    // O += P V
-    fg::product_across(o, s, v_tile(n), 0);
-  }
-
-  // ---- by warpgroups, as FlashAttention-3 ----
-  // A warpgroup weighs S of one tile while O takes in the tile before. K and V come in parts: part n is K of tile n,
-  // into stage n % stages, and V of the tile before. Where tensor copies bring them, one thread starts those of a part,
-  // and the others wait for its signal; where they cannot, everyone copies a part while the one before is worked on.
-
-  using Weights = fg::LeftRows<T, 1, BC>;  // P of one tile, as an operand
-  static constexpr int groups = P::warps / 4;
-  FG_DEVICE static int group() { return fg::warpgroup_index<groups>(); }
-
-  FG_DEVICE void multiply_window() {
-    int list = 0;  // without producer warps there is one
-    multiply_window(list);
-  }
-  FG_DEVICE void multiply_window([[maybe_unused]] int& list) {
-    await_q();
-    if (visits.count() == 0) {
-      if constexpr (overlaps_next) this->let_next_start(list);
-      return release_q();
-    }
-    if constexpr (Spec::sqdist && P::tensor_copies) this->take_norms_of_rows();
-    if constexpr (!P::tensor_copies) copy_next_part(0);
-    Weights p;
-    if (visits.partials() > 0) first<true>(p, list);
-    else first<false>(p, list);
-    if constexpr (P::prefetches_next && self_loading) this->copy_next_list();
-    int n = 1;
-    multiply_visits(p, n);
-    if constexpr (!overlaps_next) release_q();  // else it has been
-    if constexpr (overlaps_next) this->await_v(n - 1);
-    else if constexpr (!P::prefetches_next || !self_loading) await_part(n);  // else it has been waited for
-    fg::begin_products(o, p);
-    fg::start_product_across(o, p, v_tile(n - 1));
-    fg::warpgroup_commit();
-    if constexpr (self_loading) look_ahead();
-    fg::wait_products<0>(o, p);
-    release_part(n);
-  }
-  // Up to the last one, whose V remains.
-  FG_DEVICE void multiply_visits(Weights& p, int& n) {
-#pragma unroll 1
-    for (; n < visits.partials(); ++n) step_by_warpgroups<true>(p, n);
-#pragma unroll 1
-    for (; n < visits.count(); ++n) step_by_warpgroups<false>(p, n);
-  }
-
-  template <bool masked> FG_DEVICE void first(Weights& p, [[maybe_unused]] int list) {
-    await_part(0);
-    if constexpr (overlaps_next) this->await_start(list);
-    fg::Accumulators<1, s_tiles> s;
-    fg::begin_products(s);
-    fg::start_product(s, q_tile(), 64 * group(), k_tile(0));
-    fg::warpgroup_commit();
-    if constexpr (self_loading)
-      if (visits.count() == 1) fetch_next_work_tile();
-    if constexpr (overlaps_next) this->pass_turn();
-    if constexpr (Base::shows_columns && !has_producers) this->fetch_columns(1);
-    if constexpr (Spec::sqdist) this->take_norms(0);
-    if constexpr (masked && Base::shows_columns && has_producers) this->await_columns(0);
-    fg::wait_products<0>(s);
-    if constexpr (Spec::f8)
-      if (this->dot_unit != 1.0f) this->multiply_sums(s, this->dot_unit);
-    float shrink[2];  // of what the windows before have left in O
-    if (this->template scores<masked>(s, 0, shrink)) rescale(shrink);
-    weigh_tile<masked>(s, 0);
-    if constexpr (overlaps_next && Base::shows_columns) this->release_k(0);
-    if constexpr (!overlaps_next) release_part(0);
-    if constexpr (Base::shows_columns && !has_producers) this->put_columns(1);
-    if constexpr (scaled) this->scale(s);
-    fg::round_into(p, s);
-    if constexpr (dropped && !Spec::f8) this->drop(p, 0);
-  }
-
-  template <bool masked> FG_DEVICE void step_by_warpgroups(Weights& p, int n) {
-    await_part(n);
-    if constexpr (overlaps_next) this->await_turn();
-    fg::Accumulators<1, s_tiles> s;
-    fg::begin_products(s, o, p);
-    fg::start_product(s, q_tile(), 64 * group(), k_tile(n));
-    fg::warpgroup_commit();
-    fg::start_product_across(o, p, v_tile(n - 1));
-    fg::warpgroup_commit();
-    if constexpr (overlaps_next) this->pass_turn();
-    if constexpr (P::tensor_copies) this->follow_part(n);
-    if constexpr (Spec::sqdist) this->take_norms(n);
-    if constexpr (masked && Base::shows_columns && has_producers) this->await_columns(n);
-    fg::wait_products<1>(s);
-    if constexpr (Spec::f8)
-      if (this->dot_unit != 1.0f) this->multiply_sums(s, this->dot_unit);
-    float shrink[2];
-    const bool grown = this->template scores<masked>(s, n, shrink);
-    weigh_tile<masked>(s, n);
-    if (grown) {  // two waits: with one, the assembler would move it before the exponentials
-      fg::wait_products<0>(o, p);
-      rescale(shrink);
-    } else {
-      fg::wait_products<0>(o, p);
-    }
-    release_part(n);
-    if constexpr (Base::shows_columns && !has_producers) this->put_columns(n + 1);
-    fg::round_into(p, s);
-    if constexpr (dropped && !Spec::f8) this->drop(p, n);
-    if constexpr (Spec::f8)
-      if (n % P::tiles_of_sums == 0) this->keep_sums();  // when registers have no scores
-  }
-
-  // Scores to P.
-  template <bool masked> FG_DEVICE void weigh_tile(fg::Accumulators<1, s_tiles>& s, [[maybe_unused]] int n) {
-    exponentials(s);
-  }
-
-  // Of tensor copies: a part is there, the warps that multiply are done with it; the same of Q.
-  FG_DEVICE Signals signals() const { return {reinterpret_cast<uint64_t*>(memory + Memory::SIGNALS)}; }
-  FG_DEVICE QSignals q_signals() const { return {reinterpret_cast<uint64_t*>(memory + Memory::Q_SIGNALS)}; }
-  FG_DEVICE void start_q(const Place& place, const Head& head, int ordinal) const {
-    uint64_t* const there = q_signals().full(ordinal);
-    fg::mbarrier_expect(there, QTile::bytes);
-    copy_q(q_tile(), place, head, there);
-  }
-  FG_DEVICE void copy_q(QTile to, const Place& place, const Head& head, uint64_t* there) const {
-    const int slab = fg::slab_of(maps->q, head.b - int(a.b_start), head.h - int(a.h_start));
-    fg::copy_tile_async(to, maps->q, place.row0, slab, there);
-  }
-  FG_DEVICE void start_part(int n) const {
-    const bool has_k = n < visits.count(), has_v = n > 0;
-    uint64_t* const there = signals().full(parts_before + n);
-    fg::mbarrier_expect(there, (has_k ? int(KTile::bytes) : 0) + (has_v ? int(VTile::bytes) : 0));
-    if (has_k) fg::copy_tile_async(k_tile(n), maps->k, visits.tile(n) * BC, visits.noted(&Notes::k), there);
-    if (has_v) fg::copy_tile_async(v_tile(n - 1), maps->v, visits.tile(n - 1) * BC, visits.noted(&Notes::v), there);
-  }
-
-  FG_DEVICE void await_q() const {
-    if constexpr (P::tensor_copies) q_signals().await(visits.noted(&Notes::ordinal));
-  }
-  FG_DEVICE void release_q() const {
-    if constexpr (has_producers)
-      if (this->ends()) this->q_signals().release(visits.noted(&Notes::ordinal));
-  }
-  // Without warps that copy, where the places of part n are free.
-  FG_DEVICE void copy_next_part(int n) {
-    if constexpr (P::tensor_copies) {
-      // in turn: what it takes a warp, others wait for
-      if (threadIdx.x == 32 * fg::stage_of<P::warps>(n)) start_part(n);
-      return;
-    }
-    if (n < visits.count()) {
-      const int first = visits.tile(n) * BC;
-      fg::copy_rows_async<threads, D>(k_tile(n), rows_of_k<T>(a, visits.noted(&Notes::k)), first, kv_len - first);
-    }
-    if (n > 0) {
-      const int first = visits.tile(n - 1) * BC;
-      fg::copy_rows_async<threads, DV>(v_tile(n - 1), rows_of_v<T>(a, visits.noted(&Notes::v)), first, kv_len - first);
-    }
-    fg::copy_async_commit();
-  }
-  FG_DEVICE void await_part(int n) {
-    if constexpr (P::tensor_copies) {
-      if constexpr (!has_producers) Team::barrier();  // everyone is done with the places of part n + 1
-      signals().await(parts_before + n);
-      return;
-    }
-    fg::copy_async_wait<0>();
-    fg::publish_shared();
-    Team::barrier();  // part n is there, and everyone is done with the places of part n + 1
-    if (n < visits.count()) copy_next_part(n + 1);
-  }
-  FG_DEVICE void release_part([[maybe_unused]] int n) const {
-  }
-  // Without warps that copy, once products run that hide what it takes a thread.
-  FG_DEVICE void follow_part(int n) {
-    if constexpr (self_loading) {
-      copy_next_part(n + 1);
-      // late, so that none waits for this block while others have nothing to do
-      if (n + 1 == visits.count()) fetch_next_work_tile();
-      if constexpr (Base::shows_columns) this->fetch_columns(n + 1);
-    }
-  }
-
-  // ---- persistent blocks ----
-  // They take one query tile after another. A list of visits stands for one window of one query tile.
-
-  static constexpr int BEGINS = 1, ENDS = 2;  // a query tile, by the edges of a list
-  static constexpr int NO_MORE = -1;          // in the place of a count
-
-  FG_DEVICE bool begins() const { return visits.noted(&Notes::edges) & BEGINS; }
-  FG_DEVICE bool ends() const { return visits.noted(&Notes::edges) & ENDS; }
-  FG_DEVICE int work_tiles() const { return int(a.batch * a.heads) * ((int(a.q_len) + P::BR - 1) / P::BR); }
-  // By one thread: what the others read of a list beside the visits.
-  FG_DEVICE void note(const Place& place, const Head& head, int window, int ordinal) const {
-    note(place, head);
-    fg::shared_store(&visits.notes()->edges, (window == 0 ? BEGINS : 0) | (window + fg::WINDOW >= tiles() ? ENDS : 0));
-    fg::shared_store(&visits.notes()->ordinal, ordinal);
-  }
-  // -- where those who multiply do all --
-  // The list of the next window takes the place of the present one, whose address so stays the same in the loops.
-
-  FG_DEVICE void run_self_loading() {
-    if (threadIdx.x == 0) {
-      if constexpr (P::prefetches_next) fg::shared_store(&this->next_place()->head, NO_MORE);
-      q_signals().make(false, threads, 1);
-      signals().make(false, threads, 1);
-      // As if query tile -1 had ended.
-      set_visits(visits.list, 0, 0, 0);
-      fg::shared_store(&visits.notes()->head, 0), fg::shared_store(&visits.notes()->row0, 0);
-      fg::shared_store(&visits.notes()->edges, ENDS), fg::shared_store(&visits.notes()->ordinal, -1);
-    }
-    next_work_tile = fg::block_index();
-    Team::barrier();
-    look_ahead();
-#pragma unroll 1
-    for (bool first = true;; first = false) {
-      const Place before = this->place();
-      const bool ended = !first && ends();
-      advance_window();
-      if (ended) finish(before);
-      Team::barrier();  // the list is there
-      if (visits.count() == 0) fetch_next_work_tile(), look_ahead();  // else while the last visit is worked on
-      if (visits.count() == NO_MORE) return;
-      if constexpr (Base::moves)
-        if (begins()) this->move_to(this->sequence());
-      if (begins()) {
-        const Place place = this->place();
-        enter(place);
-        begin(place);
-      }
-      multiply_window();
-    }
-  }
-
-  // Goes on to the next window, of this query tile or another, once nobody needs Q and the list: finds what it visits,
-  // and starts what it begins with.
-  FG_DEVICE void advance_window() {
-    const bool another = ends();
-    const int ordinal = visits.noted(&Notes::ordinal) + another, window = another ? 0 : visits.first() + fg::WINDOW;
-    const int used = visits.count() > 0 ? visits.count() + 1 : 0;  // parts of the present list
-    if (fg::knows_next()) fg::shared_store(&visits.notes()->next, next_work_tile);
-    Team::barrier();
-    const int number = is_short() ? fg::shared_load(&opened()->number)
-        : visits.noted(another ? &Notes::next : &Notes::number);
-    if (number >= work_tiles()) {
-      if (threadIdx.x == 0) set_visits(visits.list, 0, 0, NO_MORE);
-      Team::barrier();
-      return;
-    }
-    if constexpr (Base::moves)
-      if (another) this->move_to(noted(this->next_sequence()));
-    if (is_short()) return open(ordinal, used);
-    if (threadIdx.x == 0) pass_parts(used, 0), pass_parts(used, 1);
-    const Place place = locate(number);
-    const Head head = prepare(place, number, window, ordinal);
-    fg::find_visits<Team>(visits.list, window, fg::min(window + fg::WINDOW, tiles()), classify(place, head));
-    if (threadIdx.x == 0 && visits.count() > 0) start_part(0), start_part(1);
-  }
-  // Where one window has all, and a word a bit for each key tile, a warp looks at the next query tile while the last
-  // product of the present one runs.
-  FG_DEVICE bool is_short() const { return tiles() <= 32; }
-  FG_DEVICE OpenedTile* opened() const { return reinterpret_cast<OpenedTile*>(memory + Memory::OPENED); }
-  FG_DEVICE void look_ahead() const {
-    if (fg::NextTeam::warp() != 0 || !is_short()) return;
-    const int number = fg::shuffle(next_work_tile, 0), lane = fg::lane_index();
-    if (lane == 0) fg::shared_store(&opened()->number, number);
-    if (number >= work_tiles()) return;
-    const Place place = locate(number);
-    const Head head = head_at(place);
-    fg::ranges::Bool kept = {true, false};
-    if (lane < tiles()) kept = classify(place, head)(lane, lane + 1);
-    const uint32_t partial = fg::ballot(kept.may_be_true && kept.may_be_false), full = fg::ballot(!kept.may_be_false);
-    if (lane != 0) return;
-    note(opened(), place, head);
-    fg::shared_store(&opened()->q, fg::slab_of(maps->q, head.b - int(a.b_start), head.h - int(a.h_start)));
-    fg::shared_store(&opened()->partial, int(partial)), fg::shared_store(&opened()->full, int(full));
-  }
-  // Its list becomes the present one, by the first warp; what it begins with is started, by a thread each of three
-  // warps.
-  FG_DEVICE void open(int ordinal, int used) const {
-    const OpenedTile* const tile = opened();
-    const uint32_t partial = fg::shared_load(&tile->partial), full = fg::shared_load(&tile->full);
-    const int warp = fg::warp_index(), lane = fg::lane_index();
-    if (warp == 0) {
-      const int partials = fg::popcount(int(partial));
-      const uint32_t mine = 1u << lane, below = mine - 1;
-      if (partial & mine) fg::shared_store(&visits.list->tile[fg::popcount(int(partial & below))], uint16_t(lane));
-      if (full & mine) fg::shared_store(&visits.list->tile[partials + fg::popcount(int(full & below))], uint16_t(lane));
-      if (lane == 0) {
-        QueryNotes<false>* const to = visits.notes();
-        uint64_t* const there = q_signals().full(ordinal);
-        const int row0 = fg::shared_load(&tile->row0);
-        fg::mbarrier_expect(there, QTile::bytes);
-        fg::copy_tile_async(q_tile(), maps->q, row0, fg::shared_load(&tile->q), there);
-        set_visits(visits.list, 0, partials, partials + fg::popcount(int(full)));
-        fg::shared_store(&to->k, fg::shared_load(&tile->k)), fg::shared_store(&to->v, fg::shared_load(&tile->v));
-        fg::shared_store(&to->head, fg::shared_load(&tile->head)), fg::shared_store(&to->row0, row0);
-        fg::shared_store(&to->edges, BEGINS | ENDS), fg::shared_store(&to->ordinal, ordinal);
-      }
-    } else if (warp < 3 && lane == 0) {
-      const uint32_t visited = partial ? partial : full, without = visited & (visited - 1);  // the first one
-      const uint32_t after = without || !partial ? without : full;
-      if (visited) {
-        const int n = warp - 1;
-        uint64_t* const there = signals().full(n);
-        pass_parts(used, n);
-        fg::mbarrier_expect(there, ((n == 0 || after) ? int(KTile::bytes) : 0) + (n > 0 ? int(VTile::bytes) : 0));
-        if (n == 0 || after)
-          fg::copy_tile_async(
-              k_tile(n), maps->k, lowest(n == 0 ? visited : after) * BC, fg::shared_load(&tile->k), there);
-        if (n > 0) fg::copy_tile_async(v_tile(0), maps->v, lowest(visited) * BC, fg::shared_load(&tile->v), there);
-      } else {
-        pass_parts(used, warp - 1);
-      }
-    }
-  }
-  FG_DEVICE static int lowest(uint32_t bits) { return fg::popcount(int((bits & (0u - bits)) - 1)); }
-  // As many parts that bring nothing, of a stage's, that phases come again: stages and phases so follow from a part's
-  // place in its list, and take no instructions of the loop.
-  FG_DEVICE void pass_parts(int used, int stage) const {
-#pragma unroll 1
-    for (int n = used; n % (2 * stages) != 0; ++n)
-      if (n % stages == stage) fg::mbarrier_expect(signals().full(n), 0);
-  }
-  FG_DEVICE void fetch_next_work_tile() {
-    if (fg::knows_next() && ends()) next_work_tile = fg::fetch_work_tile(tile_counter_of(a), work_tiles());
-  }
-  // What is done once it is known where a window's query tile lies.
-  FG_DEVICE Head prepare(const Place& place, int number, int window, int ordinal) const {
-    const Head head = head_at(place);
-    if (threadIdx.x == 0) {
-      note(place, head, window, ordinal);
-      if (window == 0) {
-        fg::shared_store(&visits.notes()->number, number);
-        start_q(place, head, ordinal);
-      }
-    }
-    return head;
-  }
-
-  // ---- epilogue ----
-
-  // Scales O by its rows' denominators and writes it, and the log-sum-exps.
-  FG_DEVICE void finish(const Place& place) {
-    float factors[2 * m_tiles];
-    if constexpr (Spec::f8) this->add_kept_sums();
-    close_rows(place, factors);
-    write(place, factors);
-  }
-  FG_DEVICE void write(const Place& place, [[maybe_unused]] const float (&factors)[2 * m_tiles]) {
-    const int count = row_count(place), warp_row = this->first_own_row();
-    if constexpr (Spec::normalised || Spec::dropout || Spec::f8) rescale(factors);
-    if constexpr (P::tensor_copies) {
-#pragma unroll
-      for (int m = 0; m < m_tiles; ++m)
-        fg::store_fragments<T, DV>(rows_of_o<T>(a, place.head, place.row0), o.at[m], warp_row + 16 * m, count);
-      return;
-    }
-    stage(o, warp_row);
-    store_staged(rows_of_o<T>(a, place.head, place.row0), warp_row, count);
-  }
-  // Rounded sums, by rows in shared memory, and from there 16 bytes a lane.
-  FG_DEVICE OTile o_tile() const { return {reinterpret_cast<T*>(memory)}; }
-  FG_DEVICE void stage(const fg::Accumulators<m_tiles, o_tiles>& sums, int warp_row) const {
-#pragma unroll
-    for (int m = 0; m < m_tiles; ++m)
-#pragma unroll
-      for (int t = 0; t < o_tiles; ++t)
-        fg::store_fragment(o_tile(), warp_row + 16 * m, 8 * t, sums.at[m][t], fg::lane_index());
-    fg::warp_barrier();
-  }
-  template <class To> FG_DEVICE void store_staged(const To& to, int warp_row, int count) const {
-    fg::store_rows<32, DV>(to, o_tile(), fg::lane_index(), warp_row, 16 * m_tiles, count);
-  }
 };
 
 }  // namespace forward
 
 extern "C" __global__ void __launch_bounds__(ForwardPlan<fg::bfloat_t>::threads, ForwardPlan<fg::bfloat_t>::blocks)
-alibi_d64_forward_bf16(const __grid_constant__ Arguments a, const __grid_constant__ ForwardMaps maps) {
-  forward::Block<forward::Kernel<fg::bfloat_t>>(a, a, &maps).run();
+alibi_d64_forward_bf16(const __grid_constant__ Arguments a,
+                       const __grid_constant__ forward::Kernel<fg::bfloat_t, true, false>::Maps maps) {
+  forward::Block<forward::Kernel<fg::bfloat_t, true, false>>(a, a, &maps).run();
 }

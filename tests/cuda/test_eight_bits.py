@@ -92,8 +92,8 @@ FAULTS = {
         r"panel < Tile::panels; \+\+panel\)(\s+copy_panel_async\(to.base \+ panel \* rows)",
         r"panel < 1; ++panel)\1",
     ),
-    "unawaited": (r"(step_by_warpgroups\(Weights& p, int n\) {\s+)await_part\(n\);", r"\1"),
-    "unreleased": (r"}\s+release_part\(n\);(\s+fg::round_into\(p, s\);)", r"}\1"),
+    "unawaited": (r"(step\(Weights& p, int n, Ahead& ahead\) {\s+)await_part\(n\);", r"\1"),
+    "unreleased": (r"}\s+release_part\(n\);(\s+if constexpr .*\s+round_into\(p, s\);)", r"}\1"),
     "past_the_end": (r"first \+ key \+ k < int\(a.kv_len\)\s+\?", "true ?"),
 }
 KINDS = {

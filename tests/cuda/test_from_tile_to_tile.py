@@ -76,23 +76,23 @@ PASSING_MISTAKES = {
         {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
     ),
     "bytes of Q are not counted": (
-        "fg::mbarrier_expect(there, QTile::bytes + KTile::bytes);",
-        "fg::mbarrier_expect(there, KTile::bytes);",
+        "mbarrier_expect(there, QTile::bytes + KTile::bytes);",
+        "mbarrier_expect(there, KTile::bytes);",
         {FaultKind.MBARRIER},
     ),
     "the next tile before its list is there": (
-        "    fg::copy_async_wait<0>();  // what this thread reads of it\n",
+        "    copy_async_wait<0>();  // what this thread reads of it\n",
         "",
         {FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
     ),
     "no wait for Q of the next tile": (
-        "    q_signals().await(ordinal);\n",
+        "    this->q_signals().await(ordinal);\n    q_place = 1 - q_place;",
         "",
         {FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
     ),
     "K of the next tile into a place that is not free": (
-        "if (n + 1 == visits.count() && fg::knows_next()) begin_next(n + 1);",
-        "if (n + 1 == visits.count() && fg::knows_next()) begin_next(n);",
+        "if (n + 1 == visits.count() && knows_next()) this->begin_next(n + 1);",
+        "if (n + 1 == visits.count() && knows_next()) this->begin_next(n);",
         {FaultKind.RACE, FaultKind.NOT_AWAITED},
     ),
     "the next list before everyone sees it": (
@@ -101,28 +101,28 @@ PASSING_MISTAKES = {
         {FaultKind.RACE, FaultKind.UNINITIALIZED},
     ),
     "a list that only its copiers have waited for": (
-        "    fg::copy_async_wait<0>();\n    await_part(n);",
+        "    copy_async_wait<0>();\n    await_part(n);",
         "    await_part(n);",
         {FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
     ),
     "the place of this tile is read when it is the next one's": (
-        "    write(before, factors);\n    clear_by_moves",
-        "    write(this->place(), factors);\n    clear_by_moves",
+        "    wait_products<0>(o, p);\n    this->write(before, factors);",
+        "    wait_products<0>(o, p);\n    this->write(this->place(), factors);",
         set[FaultKind](),
     ),
     "no wait for the last product": (
-        "    fg::wait_products<0>(o, p);\n    write(before, factors);",
-        "    write(before, factors);",
+        "    wait_products<0>(o, p);\n    this->write(before, factors);",
+        "    this->write(before, factors);",
         {FaultKind.NOT_AWAITED},
     ),
     "stages that begin anew": (
-        "n = int(fg::stage_of<NUMBERS>(n));",
+        "n = int(stage_of<Base::NUMBERS>(n));",
         "n = 0;",
         {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.MBARRIER, FaultKind.UNINITIALIZED, FaultKind.DEADLOCK},
     ),
     "phases that begin anew": (
-        "n = int(fg::stage_of<NUMBERS>(n));",
-        "n = int(fg::stage_of<stages>(n));",
+        "n = int(stage_of<Base::NUMBERS>(n));",
+        "n = int(stage_of<Base::stages>(n));",
         {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.MBARRIER, FaultKind.UNINITIALIZED, FaultKind.DEADLOCK},
     ),
 }

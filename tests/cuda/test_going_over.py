@@ -36,7 +36,7 @@ CASES: dict[str, tuple[int, str, int, int]] = {
     "192/128": (1, "head_dim 192/128", 500, 300),
 }
 QUICK = ("nothing masked", "tiles that visit none between others", "wide heads")
-JOINS = r"(?<=bool joins\(\) const { )return visits\.count\(\) > 0;"
+JOINS = r"(?<=if \()visits\.count\(\) <= 0"
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_going_over(name: str) -> None:
     known = {"doc": documents, "m": of_heads, "sink": of_heads}
     arguments: dict[str, Any] = {each: known[each] for each in known if f"tensor {each}:" in text}
     arguments |= {"seed": 3} if name == "dropout" else {}
-    apart = changed(f"apart_{list(CASES).index(name)}", text, "forward", JOINS, "return false;")
+    apart = changed(f"apart_{list(CASES).index(name)}", text, "forward", JOINS, "true")
     has_lse = name != "pointwise"
     found, others = (
         each(q, k, v, **arguments, return_lse=True) if has_lse else (each(q, k, v, **arguments),)
@@ -105,7 +105,7 @@ TEXTS = {
 MISTAKES: dict[str, tuple[int | str, str, str, set[FaultKind]]] = {
     "Q of the next tile into the place of this one": (
         2,
-        r"q_place = fg::stage_of<q_places>\(ordinal\);\n( +q_signals\(\)\.await_room)",
+        r"q_place = stage_of<q_places>\(ordinal\);\n( +q_signals\(\)\.await_room)",
         r"\1",
         {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
     ),
@@ -117,48 +117,51 @@ MISTAKES: dict[str, tuple[int | str, str, str, set[FaultKind]]] = {
     ),
     "no wait for Q of the next tile": (
         2,
-        r"    q_signals\(\)\.await\(ordinal\);\n",
-        "",
+        r"    this->q_signals\(\)\.await\(ordinal\);\n(    if constexpr)",
+        r"\1",
         {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
     ),
     "no wait for the next list": (
         2,
-        r"    list_signals\(\)\.await\(list \+ 1\);\n",
+        r"    this->list_signals\(\)\.await\(list \+ 1\);\n",
         "",
         {FaultKind.RACE, FaultKind.UNINITIALIZED},
     ),
     "a list that is given back while it is read": (
         2,
-        r"(?s)(    const Place before = this->place\(\);\n.*?)    list_signals\(\)\.release\(list\+\+\);\n",
-        r"    list_signals().release(list);\n\1    ++list;\n",
+        (
+            r"(?s)(    const Place before = this->place\(\);\n    const VTile.*?)"
+            r"    this->list_signals\(\)\.release\(list\+\+\);\n"
+        ),
+        r"    this->list_signals().release(list);\n\1    ++list;\n",
         {FaultKind.RACE, FaultKind.MBARRIER, FaultKind.DEADLOCK},
     ),
     "K is given back before its scores are there": (
         2,
-        r"    fg::wait_products<pending>\(s\);\n(    release_q_of_last\(n\);\n    if constexpr .*release_k\(n\);\n)",
-        r"\1    fg::wait_products<pending>(s);\n",
+        r"    wait_products<pending>\(s\);\n((?:.*\n){2}      if constexpr .*release_k\(n\);\n    }\n)",
+        r"\1    wait_products<pending>(s);\n",
         {FaultKind.RACE, FaultKind.NOT_AWAITED},
     ),
     "what the mask reads is given back with K": (
         PADDING,
         (
-            r"(?s)(    release_q_of_last\(n\);\n)((?-s:.*\n){2}    float shrink\[2\];\n"
-            r"    bool grown = false;\n.{1,300}?    }\n)"
-            r"    release_k\(n\);\n"
+            r"(?s)(      release_q_of_last\(n\);\n)"
+            r"((?-s:.*\n){1,9}    if constexpr \(P::maxima_by_sums\).{1,700}?    }\n)"
+            r"    if constexpr \([^\n]*\) release_k\(n\);\n"
         ),
-        r"\1    release_k(n);\n\2",
+        r"\1      release_k(n);\n\2",
         {FaultKind.RACE},
     ),
     "V is given back while it is multiplied": (
         2,
-        r"    fg::wait_products<1>\(o, p\);\n    release_part\(0\);\n",
-        r"    release_part(0);\n    fg::wait_products<1>(o, p);\n",
+        r"    wait_products<1>\(o, p\);\n    release_part\(0\);\n",
+        r"    release_part(0);\n    wait_products<1>(o, p);\n",
         {FaultKind.RACE, FaultKind.NOT_AWAITED},
     ),
     "no wait for V": (
         2,
-        r"    await_v\(n - 1\);\n    fg::warpgroup_arrive",
-        "    fg::warpgroup_arrive",
+        r"      await_v\(n - 1\);\n      warpgroup_arrive",
+        "      warpgroup_arrive",
         {FaultKind.RACE, FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
     ),
     "no wait for the last V": (
@@ -181,20 +184,20 @@ MISTAKES: dict[str, tuple[int | str, str, str, set[FaultKind]]] = {
     ),
     "no wait for the last product": (
         2,
-        r"    fg::wait_products<1>\(o, p\);\n(    release_part\(0\);\n    write)",
+        r"    wait_products<1>\(o, p\);\n(    release_part\(0\);\n    this->write)",
         r"\1",
         {FaultKind.NOT_AWAITED},
     ),
     "the place of this tile is read when it is the next one's": (
         2,
-        r"    write\(before, factors\);\n    clear_by_moves",
-        r"    write(this->place(), factors);\n    clear_by_moves",
+        r"(    release_part\(0\);\n)    this->write\(before, factors\);",
+        r"\1    this->write(this->place(), factors);",
         set[FaultKind](),
     ),
     "no turn for the next warpgroup": (
         2,
-        r"fg::mbarrier_arrive\(start_signals\(group\(\)\)\.full\(list\)\)",
-        "fg::again(0)",
+        r"mbarrier_arrive\(this->start_signals\(group\(\)\)\.full\(list\)\)",
+        "again(0)",
         {FaultKind.DEADLOCK},
     ),
     "the same turn for every other list": (
@@ -205,11 +208,11 @@ MISTAKES: dict[str, tuple[int | str, str, str, set[FaultKind]]] = {
     ),
     "no turn after a list without visits": (
         2,
-        r"if constexpr \(overlaps_next\) this->let_next_start\(list\);",
+        r"if constexpr \(overlaps_next\) let_next_start\(list\);",
         "",
         {FaultKind.MBARRIER, FaultKind.DEADLOCK},
     ),
-    "O is not cleared": (2, r"    clear_by_moves\(\);\n", "", set[FaultKind]()),
+    "O is not cleared": (2, r"    clear_by_moves\(\);\n(    if constexpr .*\n      if)", r"\1", set[FaultKind]()),
     "no wait for the room of Q": (
         1,
         r"    q_signals\(\)\.await_room\(ordinal\);\n",
@@ -218,7 +221,10 @@ MISTAKES: dict[str, tuple[int | str, str, str, set[FaultKind]]] = {
     ),
     "a list that is given back before its last visit is known": (
         2,
-        r"(      const bool done = ends\(\);\n      if constexpr .*\n)(      list_signals\(\)\.release\(list\);\n)",
+        (
+            r"(      const bool done = this->ends\(\);\n      if constexpr .*\n)"
+            r"(      this->list_signals\(\)\.release\(list\);\n)"
+        ),
         r"\2\1",
         {FaultKind.RACE},
     ),

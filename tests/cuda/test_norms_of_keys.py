@@ -43,8 +43,11 @@ def test_forward_tiles_are_those_of_other_scores(width: str) -> None:
 def test_several_windows_of_tiles(schedule: str) -> None:
     """Norms of rows stay from window to window, those of keys follow the parts."""
     mask = f"mask window_left(100) and causal and {ALL}"
-    text, windows = f"head_dim 16  score -sqdist / 4  {mask}  {schedule}", r"(window \+=? |first\(\) \+ )fg::WINDOW"
-    op = changed(f"windows_of_norms_{schedule == SERVED}", text, "forward", windows, r"\g<1>2", count=5)
+    text, windows = (
+        f"head_dim 16  score -sqdist / 4  {mask}  {schedule}",
+        r"(window \+=? |first\(\) \+ )(?:fg::)?WINDOW",
+    )
+    op = changed(f"windows_of_norms_{schedule == SERVED}", text, "forward", windows, r"\g<1>2", count=3)
     q, k, v = random(1, 2, 700, 16, seed=0), random(1, 2, 700, 16, seed=1), random(1, 2, 700, 16, seed=2)
     exact = op.reference(q, k, v, dtype=torch.float64)
     assert (op(q, k, v).double() - exact).abs().max() < 0.02
@@ -60,8 +63,8 @@ def test_from_tile_to_tile() -> None:
     assert (op(q, k, v, doc=doc).double() - exact).abs().max() < 0.02
 
 
-TAKE = "if (n < count) Base::template measure<BESIDE>(n, Measurers::thread());"
-SAY = "fg::mbarrier_arrive(norm_signals().full(parts_before + n));"
+TAKE = "if (n < count) take_norms_of(n);"
+SAY = "mbarrier_arrive(this->norm_signals().full(parts_before + n));"
 # Where it is, what was planted, what the emulator may call it.
 MISTAKES = {
     "alone, no barrier after norms": (
@@ -72,7 +75,7 @@ MISTAKES = {
     ),
     "served, norms that nobody awaits": (
         SERVED,
-        "return this->norm_signals().await(parts_before + n);",
+        "return norm_signals().await(parts_before + n);",
         "return;",
         {FaultKind.RACE, FaultKind.UNINITIALIZED},
     ),
@@ -102,14 +105,14 @@ MISTAKES = {
     ),
     "served, lists without them": (
         SERVED,
-        "list_signals().make(false, threads + 32 + BESIDE, 32 * FINDERS);",
-        "list_signals().make(false, threads + 32, 32 * FINDERS);",
+        "list_signals().make(false, threads + 32 * COPIERS + BESIDE, 32 * FINDERS);",
+        "list_signals().make(false, threads + 32 * COPIERS, 32 * FINDERS);",
         {FaultKind.RACE, FaultKind.MBARRIER, FaultKind.DEADLOCK},
     ),
     "served, norms of rows before Q is there": (
         SERVED,
-        "    await_q();\n",
-        "    if constexpr (P::tensor_copies) take_norms_of_rows();\n    await_q();\n",
+        "    this->await_q();\n",
+        "    if constexpr (P::tensor_copies) this->take_norms_of_rows();\n    this->await_q();\n",
         {FaultKind.RACE, FaultKind.UNINITIALIZED, FaultKind.NOT_AWAITED},
     ),
 }

@@ -160,11 +160,11 @@ def test_chunks_of_a_shard(start: int) -> None:
 
 
 MISTAKES = {
-    "nobody waits": (r"fg::copy_async_wait<0>\(\);\n( +fg::warp_barrier\(\);\n +staged_pairs)", r"\1"),
-    "lanes do not meet": (r"fg::warp_barrier\(\);\n( +staged_pairs)", r"\1"),
-    "copied while it is read": (r"fg::warp_barrier\(\);  // all have read what lies there\n", ""),
+    "nobody waits": (r"copy_async_wait<0>\(\);\n( +warp_barrier\(\);\n +staged_pairs)", r"\1"),
+    "lanes do not meet": (r"warp_barrier\(\);\n( +staged_pairs)", r"\1"),
+    "copied while it is read": (r"warp_barrier\(\);  // all have read what lies there\n", ""),
     "rows behind the last one": (r"row \+ own_row\(\) < row_count && ", ""),
-    "the place of another warp": (r"Memory::PAIRS \+ fg::warp_index\(\)", "Memory::PAIRS + 1 / (1 + fg::warp_index())"),
+    "the place of another warp": (r"Memory::PAIRS \+ warp_index\(\)", "Memory::PAIRS + 1 / (1 + warp_index())"),
 }
 
 

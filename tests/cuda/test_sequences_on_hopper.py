@@ -26,19 +26,22 @@ OF_COPIES = {
     "more rows than there are": ("SEQUENCE_END - rows.count + row", "SEQUENCE_END + row"),
 }
 OF_STORES = {
-    "O over a neighbour's rows": ("o.at[m], warp_row + 16 * m, count)", "o.at[m], warp_row + 16 * m, BR)"),
+    "O over a neighbour's rows": (
+        "(to, sums.at[m], warp_row + 16 * m, count)",
+        "(to, sums.at[m], warp_row + 16 * m, Base::BR)",
+    ),
 }
 OF_ALONE = {
-    "the next sequence too early": ("if (ended) move_to(sequence_before);", ""),
-    "the sequence before": ("if (begins()) this->move_to(this->sequence());", ""),
-    "the next sequence unknown": ("if (another) this->move_to(noted(this->next_sequence()));", ""),
+    "the next sequence too early": ("if (ended) this->move_to(sequence_before);", ""),
+    "the sequence before": ("if constexpr (Base::moves) move_to(sequence());", ""),
+    "the next sequence unknown": ("if (another) this->move_to(noted(next_sequence()));", ""),
 }
 OF_SERVED = {
     "a tile before it is known": (
         "Finders::barrier(); const int number = visits.noted(&Notes::head);",
         "const int number = visits.noted(&Notes::head);",
     ),
-    "no list without keys": ("window == 0 || window < tiles()", "window < tiles()"),
+    "no list without keys": ("(moves && window == 0) || window < tiles()", "window < tiles()"),
 }
 OF_THE_BACKWARD_PASS = {
     "queries without an end": ("{int(a.q_begin), int(a.q_len)}", "{int(a.q_begin), int(a.q_rows - a.q_begin)}"),

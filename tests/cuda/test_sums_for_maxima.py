@@ -69,11 +69,11 @@ MISTAKES: dict[str, tuple[str, str, str, set[FaultKind]]] = {
     "K is given back before it is multiplied again": (
         "two places of Q",
         (
-            r"(?s)(    release_q_of_last\(n\);\n)((?-s:.*\n){2}    float shrink\[2\];\n"
-            r"    bool grown = false;\n.{1,300}?    }\n)"
-            r"    release_k\(n\);\n"
+            r"(?s)(      release_q_of_last\(n\);\n)"
+            r"((?-s:.*\n){1,9}    if constexpr \(P::maxima_by_sums\).{1,700}?    }\n)"
+            r"    if constexpr \([^\n]*\) release_k\(n\);\n"
         ),
-        r"\1    release_k(n);\n\2",
+        r"\1      release_k(n);\n\2",
         {FaultKind.RACE, FaultKind.NOT_AWAITED},
     ),
     "a list is used before it is there": ("alone", r" +Team::barrier\(\);  // the list is there\n", "", EARLY),

@@ -142,7 +142,7 @@ def test_maxima_that_grow_from_tile_to_tile(shift: float) -> None:
 @pytest.mark.parametrize("text", one_of(3, [CAUSAL, ALL, f"{ALL}  {PINNED}"]))
 def test_windows_of_a_few_tiles(text: str) -> None:
     """Turns go on from window to window, whatever number of tiles each has."""
-    windows = r"(window \+=? |first\(\) \+ )fg::WINDOW"
+    windows = r"(window \+=? |first\(\) \+ )WINDOW"
     for tiles in (1, 2, 3):
         op = changed(f"windows_{tiles}_{len(text)}", text, "forward", windows, rf"\g<1>{tiles}", count=3)
         for shift in (0.0, 9.0):
@@ -178,8 +178,8 @@ OTHERS = {
 MISTAKES = {
     "P is not waited for": ("    p_signals().await(parts_before + n);\n", "", LATE),
     "P is waited for by another phase": (
-        "await(parts_before + n);\n    fg::load",
-        "await(parts_before + n + 2);\n    fg::load",
+        "await(parts_before + n);\n    load",
+        "await(parts_before + n + 2);\n    load",
         EARLY | {FaultKind.DEADLOCK},
     ),
     "the first half of K is not waited for": ("    signals().await(half_of(n, 0));\n", "", LATE),
@@ -187,23 +187,23 @@ MISTAKES = {
     "K is waited for by another phase": ("signals().await(half_of(n, 0))", "signals().await(half_of(n + 2, 0))", EARLY),
     "V is not waited for": ("    v_signals().await(half_of(n, group()));\n", "", LATE),
     "the first half of K is given back too early": (
-        "fg::warpgroup_wait<1>();\n    release_half(signals(), n, 0);",
-        "release_half(signals(), n, 0);\n    fg::warpgroup_wait<1>();",
+        "warpgroup_wait<1>();\n    release_half(signals(), n, 0);",
+        "release_half(signals(), n, 0);\n    warpgroup_wait<1>();",
         EARLY,
     ),
     "the second half of K is given back too early": (
-        "fg::warpgroup_wait<1>();\n    release_half(signals(), n, 0);",
-        "fg::warpgroup_wait<1>();\n    release_half(signals(), n, 0);\n    release_half(signals(), n, 1);",
+        "warpgroup_wait<1>();\n    release_half(signals(), n, 0);",
+        "warpgroup_wait<1>();\n    release_half(signals(), n, 0);\n    release_half(signals(), n, 1);",
         EARLY,
     ),
     "V is given back too early": (
-        "fg::wait_products<0>(o, p);\n    release_half(v_signals(), n, group());",
-        "release_half(v_signals(), n, group());\n    fg::wait_products<0>(o, p);",
+        "wait_products<0>(o, p);\n    release_half(v_signals(), n, group());",
+        "release_half(v_signals(), n, group());\n    wait_products<0>(o, p);",
         EARLY,
     ),
     "maxima are read before they are there": (
-        "p_signals().await(parts_before + n);\n    fg::load(p, p_tile(), warp_row);\n    follow_maxima();",
-        "follow_maxima();\n    p_signals().await(parts_before + n);\n    fg::load(p, p_tile(), warp_row);",
+        "p_signals().await(parts_before + n);\n    load(p, this->p_tile(), warp_row);\n    follow_maxima();",
+        "follow_maxima();\n    p_signals().await(parts_before + n);\n    load(p, this->p_tile(), warp_row);",
         LATE,
     ),
     "sums take the place of what is read": (
@@ -218,13 +218,13 @@ MISTAKES = {
         {FaultKind.MBARRIER, FaultKind.DEADLOCK},
     ),
     "copies to a block that has not begun": (
-        "fg::cluster_barrier();\n    const int warp",
-        "fg::block_barrier();\n    const int warp",
+        "barrier_of_all();\n    const int warp",
+        "block_barrier();\n    const int warp",
         EARLY | {FaultKind.NOT_PUBLISHED},
     ),
     "arrivals at the block's own signals": (
-        "fg::mbarrier_arrive_at(of.empty(half_of(n, h)), h)",
-        "fg::mbarrier_arrive_at(of.empty(half_of(n, h)), fg::cluster_rank())",
+        "mbarrier_arrive_at(of.empty(half_of(n, h)), h)",
+        "mbarrier_arrive_at(of.empty(half_of(n, h)), cluster_rank())",
         EARLY | {FaultKind.DEADLOCK},
     ),
     "a number in the place of one that is read": (
@@ -233,11 +233,11 @@ MISTAKES = {
         EARLY | {FaultKind.DEADLOCK},
     ),
     "a number that is not there yet": (
-        "    fg::mbarrier_wait_for_cluster(number_signals().full(n), NumberSignals::parity(n));\n",
+        "    mbarrier_wait_for_cluster(number_signals().full(n), NumberSignals::parity(n));\n",
         "",
         EARLY | {FaultKind.DEADLOCK},
     ),
-    "nobody awaits room": ("if (number >= 2) fg::mbarrier_wait(", "if (number < 0) fg::mbarrier_wait(", EARLY),
+    "nobody awaits room": ("if (number >= 2) mbarrier_wait(", "if (number < 0) mbarrier_wait(", EARLY),
 }
 
 

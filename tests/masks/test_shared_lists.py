@@ -350,10 +350,8 @@ def test_who_has_lists(specs: Path) -> None:
             of_calls.add(path.stem)
         if path.stem in kept | of_calls:
             assert " lists = true" in source
-            assert "take_visits<Team>(visits.list, list(fg::block_index()" in source
         else:
             assert " lists = true" not in source
-            assert "take_visits<Team>(visits.list, list(fg::block_index()" not in source
             assert OF_QUERIES not in source
     assert kept == {
         "bigbird", "dilated", "neighborhood_2d", "random_blocks", "sparse_butterfly", "sparse_fixed", "sparse_strided",

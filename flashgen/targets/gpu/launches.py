@@ -1,7 +1,7 @@
 """Stage 3, plan for GPUs: the launches of every pass, and what lies in the workspace.
 
 In: a ``GpuPlan`` of one element type. Out: ``PassLaunches``. The kernels are those of ``entries.cuh.jinja`` in
-``templates/cuda/forward`` and ``templates/cuda/backward``, which take the places of the buffers from here.
+``templates/cuda`` and its headers, which take the places of the buffers from here.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def forward_layout(recipe: Recipe, element: ElementType, tiles: Forward) -> Layo
         _signals("LIST_SIGNALS", copies * has_producers * 4, "has_producers * ListSignals::bytes"),
     )
     if variant.kind.cached:
-        return Layout(parts, Part("O", "O at the end", merging_bytes(Br, Dv), "Merging::bytes"))
+        return Layout(parts, Part("O", "O at the end", merging_bytes(Br, Dv), "Merged::bytes"))
     return Layout(
         parts, None if copies else Part("O", "O at the end", tile_bytes(Br, Dv, element), "!copies * OTile::bytes")
     )

@@ -29,7 +29,6 @@ class WarpgroupProducts:
     tiles: tuple[int, ...]
     element: ElementType
     spans: bool = False  # some have more columns than an instruction, or half of those of a tile
-    turns: bool = False  # some are of half of a tile's panels
     clusters: bool = False  # blocks share copies
 
 
@@ -43,7 +42,6 @@ def primitives(*more: str, warpgroups: WarpgroupProducts | None = None) -> str:
             "warpgroup": True,
             "warpgroup_eight_bits": warpgroups.element is ElementType.F8E4M3,
             "warpgroup_spans": warpgroups.spans,
-            "warpgroup_turns": warpgroups.turns,
         }
         names |= {name for name in used if used[name]}
     included = "".join(f'#include "flashgen/{name}.cuh"\n' for name in sorted(names))

@@ -14,6 +14,7 @@ template <class A, class B> constexpr bool are_alike = false;
 template <class A> constexpr bool are_alike<A, A> = true;
 
 template <class E, int rows, int tiles> struct PairElements {
+  using element = E;
   uint32_t at[rows][tiles];
   FG_DEVICE auto operator()(int r, int t, int e) const { return element_of_word(E(), at[r][t], e); }
 };

@@ -26,6 +26,8 @@ from flashgen.targets.gpu.model import (
     spans_of_half,
 )
 from flashgen.targets.gpu.primitives import C_TYPES, WarpgroupProducts
+from flashgen.targets.gpu.printed.spec import has_dropout
+from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.schedules import Backward, Forward, Schedule
 from flashgen.targets.gpu.tiles import GpuPlan
 
@@ -47,12 +49,13 @@ class Constants:
 
 @dataclass(frozen=True)
 class ForwardCode:
-    """The forward pass; ``shows_columns``: what the mask reads by column comes with the tile."""
+    """A block is a chain of classes: ``parts`` are headers and names of what a spec asks for, ``schedule`` has more."""
 
     tiles: Forward
     constants: Constants
     memory: Printed
-    shows_columns: bool
+    parts: tuple[tuple[str, str], ...]
+    schedule: str
 
 
 @dataclass(frozen=True)
@@ -100,15 +103,43 @@ def forward_code(plan: GpuPlan) -> ForwardCode:
         more |= {"finds_selected": int(tiles.finds_selected(variant, element))}
     if variant.kind.f8:
         more |= {"tiles_of_sums": max(1, KEYS_OF_SUMS // tiles.Bc)}
-    if variant.uses_sqdist and tiles.producers:
-        more |= {"measurers": MEASURERS}
+    more |= {"maxima_by_sums": int(tiles.maxima_by_sums(recipe))}
+    more |= {"measurers": MEASURERS if variant.uses_sqdist and tiles.producers else 0}
     layouts = {C_TYPES[element]: forward_layout(recipe, element, tiles)}
     return ForwardCode(
         tiles=tiles,
         constants=Constants("ForwardPlan", "The plan of the forward pass.", _constants(tiles, _OF_FORWARD, more)),
         memory=printed("ForwardMemory", "Where blocks of the forward pass have what, in bytes.", "class T", layouts),
-        shows_columns=bool(recipe.observed_columns) and tiles.tensor_copies,
+        parts=_forward_parts(recipe, tiles),
+        schedule=_forward_schedule(tiles, cached=variant.kind.cached, tangent=variant.tangent is not None),
     )
+
+
+def _forward_parts(recipe: Recipe, tiles: Forward) -> tuple[tuple[str, str], ...]:
+    kind, tangent = recipe.variant.kind, recipe.variant.tangent is not None
+    exponential = recipe.computed.weights.form.exponential
+    chain = (
+        ("state", "State", True),
+        ("tangents", "Tangents", tangent),
+        ("eight_bits", "EightBits", kind.f8),
+        ("eight_bits_of_caches", "EightBitsOfCaches", kind.f8_cached),
+        ("dropout", "WithDropout", has_dropout(recipe.variant)),
+        ("shared_rows", "SharedRows", tiles.split > 1),
+        ("exponentials", "Exponentials", exponential),
+        ("weights", "FunctionsOfScores", not exponential),
+        ("tangents", "MovingExponentials", tangent and exponential),
+    )
+    return tuple((header, name) for header, name, is_there in chain if is_there)
+
+
+def _forward_schedule(tiles: Forward, *, cached: bool, tangent: bool) -> str:
+    if cached or not tiles.warpgroups:
+        return "caches" if cached else "by_warps"
+    if tiles.divided or (tangent and not tiles.producers):
+        return "by_warpgroups"
+    if tiles.producers:
+        return "ping_pong" if tiles.ping_pong else f"{'tangents' if tangent else 'warpgroups'}_with_producers"
+    return "self_loading" if tiles.tensor_copies else "warpgroups_alone"
 
 
 def backward_code(plan: GpuPlan) -> BackwardCode:
@@ -173,9 +204,7 @@ def warpgroup_products(plan: GpuPlan) -> WarpgroupProducts | None:
         return None
     spans = backward.halves_dq or (forward.warpgroups and (forward.split > 1 or Dv > MOST_COLUMNS))
     clusters = forward.cluster > 1 or backward.cluster > 1
-    return WarpgroupProducts(
-        tuple(sorted(width // 8 for width in widths)), own.element, spans, forward.ping_pong, clusters
-    )
+    return WarpgroupProducts(tuple(sorted(width // 8 for width in widths)), own.element, spans, clusters)
 
 
 def _widths_of_o(Dv: int, element: ElementType, tiles: Forward) -> tuple[int, ...]:

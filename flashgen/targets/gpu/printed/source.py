@@ -73,7 +73,6 @@ def source_code(
     used = {
         "eight_bits": variant.kind.f8,
         "lane_bits": lines,
-        "narrow_tile": variant.kind.f8_cached,
         "norms": variant.uses_sqdist,
         "pairs": warpgroups is not None and reads_words,
         "parts": variant.kind.parts or variant.kind.slices or variant.kind.cached,

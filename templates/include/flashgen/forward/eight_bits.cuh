@@ -31,6 +31,9 @@ template <class Base> struct EightBits : Base {
       if (folds) dot_unit = 1.0f;
     }
   }
+  FG_DEVICE void store_o(const Place& place, int warp_row, int count) const {
+    store_turned_fragments<Base::DV>(rows_of_o<bfloat_t>(a, place.head, place.row0), o.at[0], warp_row, count);
+  }
   FG_DEVICE void begin_row(int r) { Base::row_shift[r] = -Base::HEADROOM, Base::are_far = false; }
 
   // Products of 8 bits keep 14 bits of what they add up. So those of a few tiles are added up at a time, in O. What O has then goes to
@@ -74,33 +77,6 @@ template <class Base> struct EightBits : Base {
   }
   FG_DEVICE static float low_of(uint32_t word) { return __uint_as_float(word << 16); }
   FG_DEVICE static float high_of(uint32_t word) { return __uint_as_float(word & 0xffff0000u); }
-};
-
-// A cache of 8 bits beside queries of more.
-template <class Base> struct EightBitsOfCaches : Base {
-  using typename Base::Spec;
-  using Base::memory, Base::m_tiles, Base::s_tiles, Base::o_tiles, Base::o, Base::row_scale, Base::scaled;
-  using Base::Base;
-
-  FG_DEVICE float* units() const { return reinterpret_cast<float*>(memory + Base::Memory::UNITS); }  // of rows of Q
-  // Products with K as it is stored to those with K.
-  FG_DEVICE void to_dots(Accumulators<m_tiles, s_tiles>& s) const {
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-      const float unit = shared_load(units() + Base::warp_row + 16 * (r / 2) + fragment_row(r % 2 * 2));
-      s.for_row(r, [&](float& score) { score = score * unit * Base::k_factor; });
-    }
-  }
-  // Sums over V as it is stored to what blocks over wider caches have at the end of their keys.
-  FG_DEVICE void to_sums(float v_factor) {
-    order_sums(o);
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r) {
-      float factor = v_factor * Base::LESS_HEADROOM;
-      if constexpr (scaled && !Spec::normalised) factor = row_scale[r] != 0.0f ? v_factor / row_scale[r] : v_factor;
-      o.scale_row(r, factor);
-    }
-  }
 };
 
 }  // namespace fg::forward

@@ -6,11 +6,13 @@ namespace fg::forward {
 
 // Of pairs that have read nothing ahead, and of scores that nothing else goes by.
 struct NoneAhead {
+  using element = uint8_t;
   template <class Column> FG_DEVICE const Column& of(const Column& c, int, int, int) const { return c; }
 };
 struct NoTangents {
   template <class... Pair> FG_DEVICE bool move(const Pair&...) const { return false; }
 };
+template <class Block> struct MovingPairs;  // of forward mode
 
 template <class Base> struct Pairs : Base {
   using typename Base::Spec, typename Base::P, typename Base::Row, typename Base::Column, typename Base::Head;

@@ -5,7 +5,7 @@
 namespace fg::forward {
 
 template <class Base> struct SharedRows : Base {
-  using typename Base::P, typename Base::E, typename Base::PTile, typename Base::Memory;
+  using typename Base::Spec, typename Base::P, typename Base::E, typename Base::PTile, typename Base::Memory;
   using Base::memory, Base::part, Base::split, Base::warp_row, Base::m_tiles, Base::BR;
   using Base::Base;
 
@@ -29,6 +29,19 @@ template <class Base> struct SharedRows : Base {
 #pragma unroll
       for (int n = 1; n < split; ++n) values[r] = join(values[r], shared_load(own + n * BR));
     }
+  }
+  // At the end.
+  FG_DEVICE void join_sums() {
+    if constexpr (Spec::normalised) join_sums(Base::row_sum);
+    if constexpr (Spec::divided && !Spec::cached) {
+      block_barrier();  // everyone has read the sums
+      join_sums(Base::row_moving);
+    }
+  }
+  FG_DEVICE void join_sums(float (&values)[2 * m_tiles]) const {
+#pragma unroll
+    for (int r = 0; r < 2 * m_tiles; ++r) values[r] = fg::row_sum(values[r]);
+    over_parts(values, Sum());
   }
 };
 

@@ -55,6 +55,7 @@ template <class Kernel_> struct State {
   static constexpr bool overlaps_next = P::overlaps_next;                       // from query tile to query tile, where others copy
   static constexpr bool overlaps = P::warpgroups && !divided && (P::tensor_copies || !Spec::tangent);  // weighs one key tile while O takes in another
   static constexpr bool moves = Spec::ragged && P::tensor_copies;               // from sequence to sequence
+  static constexpr bool opens = self_loading && !(P::prefetches_next || moves || Spec::lists);  // looks at the next query tile ahead
   static constexpr bool shows_columns = Spec::observes_columns && P::tensor_copies;  // what the mask reads by column comes with the tile
   static constexpr int chains = P::warpgroups ? 4 : 1;  // of dependent additions and maxima a row, side by side
   // Scores are bounded, so that weights may be there before maxima of rows are looked at.
@@ -147,6 +148,7 @@ template <class Kernel_> struct State {
     shared_store(&noted->head, place.head);
     shared_store(&noted->row0, place.row0);
   }
+  FG_DEVICE void note(const Place& place, const Head& head) const { note(visits.notes(), place, head); }
   FG_DEVICE int row_count(const Place& place) const {
     if constexpr (Spec::cached) return min(BR, int(a.group_rows) - place.row0);
     else return min(BR, int(a.q_len) - place.row0);
@@ -192,6 +194,7 @@ template <class Kernel_> struct State {
 
   // Where rows are divided, this warp's first key of a tile; a tile may have fewer than there are warps to share them: some weigh none.
   FG_DEVICE int own_key() const { return divided ? part * P::s_columns : 0; }
+  FG_DEVICE static int column_of(int t) { return 8 * t; }  // where tile t of this warp's columns of O begins
   FG_DEVICE bool weighs() const { return !divided || split * P::s_columns == BC || own_key() < BC; }
 
   // O and its sums by what rows are multiplied by.

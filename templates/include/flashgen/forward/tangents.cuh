@@ -34,6 +34,15 @@ template <class Base> struct Tangents : Base {
   FG_DEVICE int batch_entry() const { return x.b - int(a.b_start); }
   FG_DEVICE int key_head() const { return unsigned(x.h - int(a.h_start)) / (unsigned(a.heads) / unsigned(a.kv_heads)); }
 
+  // tO less so much of O.
+  FG_DEVICE void move_back(const float (&by)[2 * m_tiles]) {
+#pragma unroll
+    for (int r = 0; r < 2 * m_tiles; ++r)
+#pragma unroll
+      for (int t = 0; t < Base::o_tiles; ++t)
+#pragma unroll
+        for (int e = r % 2 * 2; e < r % 2 * 2 + 2; ++e) t_o.at[r / 2][t][e] -= by[r] * Base::o.at[r / 2][t][e];
+  }
   FG_DEVICE void rescale(const float (&shrink)[2 * m_tiles]) {
     Base::rescale(shrink);
 #pragma unroll
@@ -131,12 +140,7 @@ template <class Base> struct MovingExponentials : Base {
       t_base[r] += by[r];
       t_sum[r] -= by[r] * (row_sum[r] - sums[r]);
     }
-#pragma unroll
-    for (int r = 0; r < 2 * m_tiles; ++r)
-#pragma unroll
-      for (int t = 0; t < o_tiles; ++t)
-#pragma unroll
-        for (int e = r % 2 * 2; e < r % 2 * 2 + 2; ++e) t_o.at[r / 2][t][e] -= by[r] * o.at[r / 2][t][e];
+    Base::move_back(by);
   }
 };
 
