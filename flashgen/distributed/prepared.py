@@ -27,10 +27,10 @@ from flashgen.distributed.segments import Pace
 from flashgen.distributed.topology import Topology
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
+from flashgen.op.captured import check_defaults
 from flashgen.op.checks import check_captured
 from flashgen.op.conversion import check_device
 from flashgen.op.op import AttentionOp
-from flashgen.op.per_sequence import check_defaults
 from flashgen.op.tensor_kinds import check_tensors
 from flashgen.op.values import UnchangedTensor
 

@@ -25,10 +25,10 @@ from flashgen.distributed.whole import attend_whole
 from flashgen.ir.expr import Symbol, SymbolKind, walk
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.kinds.ragged import RAGGED
+from flashgen.op.captured import check_defaults
 from flashgen.op.checks import check_captured
 from flashgen.op.lengths import check_starts
 from flashgen.op.op import AttentionOp
-from flashgen.op.per_sequence import check_defaults
 from flashgen.op.values import type_of_sums
 
 

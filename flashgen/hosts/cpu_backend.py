@@ -37,8 +37,8 @@ from flashgen.targets.cpu.tiles import CpuPlan
 from flashgen.toolchains.cpp import Binary, CompileFailed, CompilerMissing, compile_sources, find_compiler
 
 if TYPE_CHECKING:
-    from flashgen.compiler.package.cpu import Library
     from flashgen.compiler.package.manifest import Manifest
+    from flashgen.compiler.package.opened import Library
 
     Brought = Mapping[HeadDim, Library]
 
@@ -66,7 +66,7 @@ def cpu_provider(
     except CompilerMissing as error:
         why = str(error)
         if package is not None and texts is not None:
-            from flashgen.compiler.package.cpu import NoLibrary, libraries
+            from flashgen.compiler.package.opened import NoLibrary, libraries
 
             try:
                 provider = CpuProvider(spec, texts, libraries(*package, spec))

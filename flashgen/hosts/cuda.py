@@ -1,8 +1,8 @@
 """Kernels on GPUs: CuPy loads a binary and launches it on PyTorch's current stream.
 
-In: cubins and the launches of their passes, the index of a device. Out: a ``Kernel``. All memory is PyTorch's,
-nothing waits for the device, and what a launch needs is found once a shape, so that calls can be captured in graphs and
-cost little. CuPy is imported when the first kernel is loaded, never before.
+In: cubins and the launches of their passes, the index of a device. Out: a ``Kernel``, and a ``Machine`` for which NVRTC
+compiles kernels. All memory is PyTorch's, nothing waits for the device, and what a launch needs is found once a shape,
+so that calls can be captured in graphs and cost little. CuPy is imported when the first kernel is loaded, never before.
 """
 
 from __future__ import annotations
@@ -11,21 +11,29 @@ import ctypes
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from threading import Lock
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from flashgen.hosts import driver_maps
-from flashgen.hosts.counters import CounterPool, Counters, lasting
-from flashgen.hosts.gpu_kernel import GpuKernel
-from flashgen.hosts.kernel import Native, Prepared, Step, Values
+from flashgen.compiler.compiled import CompiledKernel, assembled
+from flashgen.hosts.cpu_backend import Package
+from flashgen.hosts.gpu_provider import GpuProvider
+from flashgen.hosts.kernel import ArgumentLayout, Native, Prepared, Step, Values
 from flashgen.hosts.lists import SharedLists
+from flashgen.hosts.machine import Find, GpuKernel, Machine, Made
 from flashgen.hosts.schedule import CallPart, DeviceSize
-from flashgen.hosts.tensor_maps import LaunchMaps, TensorMap, map_field, tensor_map
-from flashgen.kinds.kind import PassName
+from flashgen.hosts.tensor_maps import LaunchMaps, TensorMap, encode, entry_points, map_field, tensor_map
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.kinds.dense import DENSE
+from flashgen.kinds.kind import Kind, PassName
 from flashgen.kinds.operand import Operand
+from flashgen.plan.plan import CallKind
+from flashgen.targets.device_table import board_of
+from flashgen.targets.registry import target_of
 
 # Without asking for it a block gets this much shared memory; more is granted up to the device's limit.
 _PLAIN_SHARED_BYTES = 48 * 1024
@@ -244,7 +252,7 @@ class CupyDriver:
         return self._counters.find(size, stream, captures=self.is_capturing())
 
     def encode(self, tensor: TensorMap, address: int) -> bytes:
-        return driver_maps.encode(tensor, address)
+        return encode(tensor, address)
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -265,7 +273,7 @@ class CupyDriver:
         return self._current() == self._index
 
     def entry_points(self) -> tuple[int, int, int, int] | None:
-        return driver_maps.entry_points()
+        return entry_points()
 
 
 class _WrittenBeside:
@@ -334,3 +342,104 @@ def describe_device(index: int) -> tuple[str, int, int]:
     properties = torch.cuda.get_device_properties(index)
     shared_bytes = getattr(properties, "shared_memory_per_block_optin", _PLAIN_SHARED_BYTES)
     return properties.name, 10 * properties.major + properties.minor, shared_bytes
+
+
+_CHUNK_BYTES = 1 << 20  # of zeros that are made at a time
+_ALIGNMENT = 256
+
+
+class Counters(NamedTuple):
+    """Zeros on a device; ``memory`` is held until the launch has been started."""
+
+    address: int
+    bytes: int
+    memory: torch.Tensor
+
+
+class CounterPool:
+    """The counters of a device: zeros before each launch and after it, so that none has to be cleared.
+
+    Launches of one stream run one after another, and share counters. A launch in a graph keeps its own counters for
+    good: the graph may be replayed beside any other launch.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._lock = Lock()
+        self._chunk: torch.Tensor | None = None
+        self._chunks: list[torch.Tensor] = []  # graphs may be replayed as long as the process lives
+        self._taken = 0  # bytes of the chunk
+        self._of_streams: dict[int, Counters] = {}
+
+    def find(self, size: int, stream: int, *, captures: bool) -> Counters:
+        """Zeros for a launch on the current stream, given as ``stream``; ``captures``: the launch goes into a graph."""
+        found = None if captures else self._of_streams.get(stream)
+        if found is not None and found.bytes >= size:
+            return found
+        with self._lock:
+            found = self._take(-(-size // _ALIGNMENT) * _ALIGNMENT, captures=captures)
+            if not captures:
+                self._of_streams[stream] = found
+            return found
+
+    def _take(self, size: int, *, captures: bool) -> Counters:
+        if captures and (self._chunk is None or self._taken + size > self._chunk.numel()):
+            zeros = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{self._index}")  # by the graph, at each replay
+            return Counters(zeros.data_ptr(), size, zeros)
+        # Graphs take what is left of a chunk while nothing can be made: half of it is kept for them.
+        if self._chunk is None or (not captures and self._taken + size > self._chunk.numel() // 2):
+            stream = torch.cuda.Stream(self._index)  # type: ignore[no-untyped-call]
+            memory = lasting(max(_CHUNK_BYTES, 2 * size), stream)
+            with torch.cuda.stream(stream):
+                memory.zero_()
+            stream.synchronize()  # once in thousands of calls
+            self._chunk, self._taken = memory, 0
+            self._chunks.append(memory)
+        address = self._chunk.data_ptr() + self._taken
+        self._taken += size
+        return Counters(address, size, self._chunk)
+
+
+def lasting(size: int, stream: Any) -> torch.Tensor:
+    """Memory for longer than a call, of the stream.
+
+    It is asked for in a thread of its own: where PyTorch warms up a graph, a thread's memory is that of the graph, in
+    which nothing may stay.
+    """
+
+    def ask() -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return torch.empty(size, dtype=torch.uint8, device=stream.device)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(ask).result()
+
+
+@dataclass(frozen=True, eq=False)
+class CudaMachine(Machine):
+    """One GPU, and its driver."""
+
+    driver: Driver
+    backend = "cuda"
+
+    def make(self, kernel: CompiledKernel[Any, Any], calls: CallKind) -> Made[Path]:
+        (made,) = assembled([kernel], calls)
+        (binary,) = made.binary.parts.values()
+        return Made(made.kernel.plan, made.kernel.source, lambda _: binary.path, binary.kernels)
+
+    def kernel(self, layout: ArgumentLayout, head_dim: HeadDim, find: Find) -> CudaKernel:
+        return CudaKernel(layout, head_dim, find, self.size, driver=self.driver)
+
+
+def cuda_provider(spec: AttentionSpec, package: Package | None = None, kind: Kind = DENSE) -> GpuProvider:
+    """The kernels of a spec for CUDA tensors."""
+    at = functools.cache(_machine)
+    return GpuProvider(spec, lambda index: at(current_device() if index is None else index), kind=kind, package=package)
+
+
+def _machine(index: int) -> CudaMachine:
+    driver = CupyDriver(index)
+    name, *figures = describe_device(index)
+    target, size = target_of(name, *figures), driver.size
+    gpu = replace(board_of(target, name), product=name, sms=size.multiprocessors, l2_bytes=size.cache_bytes)
+    return CudaMachine(name, target, gpu, size, driver)

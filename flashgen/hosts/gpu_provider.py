@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from flashgen.analysis.variant import Variant
 from flashgen.compiler.compiled import compiled
-from flashgen.compiler.package.gpu import Packaged, packaged
+from flashgen.compiler.package.opened import Packaged, packaged
 from flashgen.compiler.tile_choices import TileChoices
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts.cpu_backend import Package

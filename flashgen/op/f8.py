@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from flashgen.kinds.eight_bits import DESCALES
-from flashgen.op.call import CallChecker, Rest, Tensors
+from flashgen.op.call import CallChecker, KindCall, Rest, Tensors
 from flashgen.op.eight_bits import factors_of, from_8_bits
-from flashgen.op.kind_call import KindCall
 
 _ORDER_ON_CPUS = (torch.float32, torch.bfloat16, torch.float16)
 _ORDER_ON_GPUS = (torch.bfloat16, torch.float16, torch.float32)

@@ -14,8 +14,7 @@ import torch
 
 from flashgen.analysis.variant import analyse
 from flashgen.hosts import cuda
-from flashgen.hosts.counters import Counters
-from flashgen.hosts.cuda import CudaKernel, CupyDriver
+from flashgen.hosts.cuda import Counters, CudaKernel, CupyDriver
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.lists import LIST_BYTES, ListCache
 from flashgen.hosts.schedule import MOST_ELEMENTS, CallPart, Compiled, DeviceSize, is_readable, schedule

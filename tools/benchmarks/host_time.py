@@ -26,8 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flashgen
 from flashgen.compiler.compiled import compiled
-from flashgen.hosts.counters import Counters
-from flashgen.hosts.cuda import CudaKernel
+from flashgen.hosts.cuda import Counters, CudaKernel
 from flashgen.hosts.gpu_calls import kernel_variant, launches_of
 from flashgen.hosts.kernel import ArgumentLayout, call_of
 from flashgen.hosts.schedule import Compiled, DeviceSize

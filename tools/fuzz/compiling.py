@@ -14,7 +14,7 @@ from pathlib import Path
 import flashgen
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts.cpu_backend import CpuProvider
-from flashgen.hosts.emulator_machine import emulator_provider
+from flashgen.hosts.emulated import emulator_provider
 from flashgen.hosts.kernel import KernelProvider
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
