@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import click
 
 from flashgen.cli.console import INTERRUPTED, note, print_json, print_json_error, print_table, progress
-from flashgen.cli.operators import chosen_specs, element_of
 from flashgen.cli.options import (
     Constant,
     OneOf,
     check_countable,
+    chosen_specs,
+    element_of,
     json_option,
     name_option,
     read_seconds,

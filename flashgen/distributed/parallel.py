@@ -18,7 +18,7 @@ from flashgen.distributed.arguments import autocast, dense
 from flashgen.distributed.choice import LINKS, Choice, method_text
 from flashgen.distributed.exchange import backend_of, is_under_ddp, summed
 from flashgen.distributed.needed_keys import length
-from flashgen.distributed.partial import Offsets, Partial
+from flashgen.distributed.partial import Offsets, Partial, attend_whole
 from flashgen.distributed.partition import Partition
 from flashgen.distributed.prepared import CallArguments, KnownCall, Preparation, Setting
 from flashgen.distributed.ragged import attend_pieces, attends_heads, pieces_of, refusal, starts_of
@@ -26,7 +26,6 @@ from flashgen.distributed.ring import Walk
 from flashgen.distributed.rounds import rounds_of
 from flashgen.distributed.topology import KEYS, METHODS, topology_of
 from flashgen.distributed.ulysses import Swap, attend_swapped, no_heads, shares_of
-from flashgen.distributed.whole import attend_whole
 from flashgen.op.op import AttentionOp, is_repeatable
 from flashgen.op.values import type_of_sums
 

@@ -23,13 +23,16 @@ import torch
 from torch import Tensor
 
 from flashgen.analysis.variant import analyse, constant_factor
+from flashgen.distributed.exchange import once
 from flashgen.hosts.standalone import Standalone
 from flashgen.ir.spec import HeadDim
 from flashgen.kinds.slices import PARTS, SLICES
-from flashgen.op.call import Attended, Tensors
+from flashgen.op.call import Attended, Rest, Tensors
 from flashgen.op.engine import Engine
 from flashgen.op.loading import load_spec
 from flashgen.op.op import AttentionOp
+from flashgen.op.signature import Signature
+from flashgen.op.tensor_kinds import with_memory
 from flashgen.op.values import address, layout_like, type_of_sums
 from flashgen.reference.dense import evaluator
 from flashgen.reference.shard import Shard
@@ -319,3 +322,48 @@ class Partial:
             evaluate.guard.narrow(some[..., None])
         found = evaluate.real(spec.weights.sink)
         return found.expand(*q.shape[:3], 1)[..., 0]
+
+
+def attend_whole(engine: Engine, tensors: Sequence[Any], rest: Rest) -> tuple[Tensor, Tensor | None]:
+    """``o`` and ``lse``, as the engine's operator has them; None for pointwise weights."""
+    found: tuple[Tensor, Tensor | None] = _WholeAttention.apply(engine, rest, *tensors)  # type: ignore[no-untyped-call]
+    return found
+
+
+def as_declared(signature: Signature, tensors: Sequence[Any]) -> Tensors:
+    """The operator's tensors, with captured values rounded to the types that the spec declares."""
+    found = list(with_memory(tensors))
+    for n, dtype in enumerate(signature.dtypes, start=3):
+        if found[n] is not None and dtype.is_floating_point and dtype.itemsize < found[n].dtype.itemsize == 4:
+            found[n] = found[n].to(dtype)
+    return tuple(found)
+
+
+class _WholeAttention(torch.autograd.Function):
+    """A call over all keys of some heads, whose gradients of captured values are later summed over calls and ranks.
+
+    Kernels get captured values in the declared types. Gradients of values that came wider stay wide, so that their sum
+    is rounded once.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, engine: Engine, rest: Rest, *tensors: Any) -> tuple[Tensor, Tensor | None]:
+        own = as_declared(engine.signature, tensors)
+        o, lse, parts = engine.attend(own, rest)
+        ctx.engine, ctx.rest = engine, rest
+        ctx.is_wide = any(x is not None and x.dtype is not y.dtype for x, y in zip(tensors, own, strict=True))
+        ctx.save_for_backward(*own, o, lse, parts)
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None = None) -> Any:
+        engine: Engine = ctx.engine
+        *tensors, o, lse, parts = ctx.saved_tensors
+        needs = ctx.needs_input_grad[2 : 2 + engine.signature.inputs]
+        d_o, d_lse = with_memory((torch.zeros_like(o) if d_o is None else d_o, d_lse))
+        rows = (d_lse, o, lse, parts) if engine.signature.has_lse else (None,) * 4
+        found = iter(engine.gradients(d_o, rows, tuple(tensors), ctx.rest, needs, is_part=ctx.is_wide))
+        rest = len(tensors) - len(needs)
+        return (None, None, *(next(found) if need else None for need in needs), *(None,) * rest)

@@ -17,11 +17,10 @@ from torch import Tensor
 from flashgen.distributed.blocks import mask_of
 from flashgen.distributed.exchange import Group
 from flashgen.distributed.needed_keys import Held, needs_of
-from flashgen.distributed.partial import Offsets, Partial
+from flashgen.distributed.partial import Offsets, Partial, attend_whole
 from flashgen.distributed.ring import Walk
 from flashgen.distributed.rounds import rounds_of
 from flashgen.distributed.ulysses import Attend
-from flashgen.distributed.whole import attend_whole
 from flashgen.ir.expr import Symbol, SymbolKind, walk
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.kinds.ragged import RAGGED

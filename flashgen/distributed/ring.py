@@ -18,12 +18,10 @@ from torch import Tensor
 
 from flashgen.distributed.blocks import Span, moved
 from flashgen.distributed.exchange import Flight, Group, once, post
-from flashgen.distributed.gradient_sums import GradientSum, rows_at
-from flashgen.distributed.gradient_sums import Tensors as Parts
-from flashgen.distributed.key_rows import KeyExchange, KeyRowLayout, RoundKeys, taken
-from flashgen.distributed.partial import Offsets, Partial, PartialRows
+from flashgen.distributed.key_rows import GradientSum, KeyExchange, KeyRowLayout, RoundKeys, rows_at, taken
+from flashgen.distributed.key_rows import Tensors as Parts
+from flashgen.distributed.partial import Offsets, Partial, PartialRows, as_declared
 from flashgen.distributed.rounds import Round, Rounds, RowSelection, Unit
-from flashgen.distributed.whole import as_declared
 from flashgen.op.call import Attended, Tensors
 from flashgen.op.tensor_kinds import with_memory
 from flashgen.op.values import layout_like, type_of_sums
