@@ -14,17 +14,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashgen.distributed.arguments import autocast, dense
+from flashgen.distributed.blocks import length
 from flashgen.distributed.choice import LINKS, Choice, method_text
-from flashgen.distributed.exchange import backend_of, is_under_ddp, summed
-from flashgen.distributed.needed_keys import length
+from flashgen.distributed.exchange import KEYS, METHODS, backend_of, is_under_ddp, summed, topology_of
 from flashgen.distributed.partial import Offsets, Partial, attend_whole
 from flashgen.distributed.partition import Partition
-from flashgen.distributed.prepared import CallArguments, KnownCall, Preparation, Setting
+from flashgen.distributed.prepared import CallArguments, KnownCall, Preparation, Setting, autocast, dense
 from flashgen.distributed.ragged import attend_pieces, attends_heads, pieces_of, refusal, starts_of
 from flashgen.distributed.ring import Walk
 from flashgen.distributed.rounds import rounds_of
-from flashgen.distributed.topology import KEYS, METHODS, topology_of
 from flashgen.distributed.ulysses import Swap, attend_swapped, no_heads, shares_of
 from flashgen.op.op import AttentionOp, is_repeatable
 from flashgen.op.values import type_of_sums

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashgen.distributed.blocks import mask_of
+from flashgen.distributed.blocks import Held, mask_of, needs_of
 from flashgen.distributed.exchange import Group
-from flashgen.distributed.needed_keys import Held, needs_of
 from flashgen.distributed.partial import Offsets, Partial, attend_whole
 from flashgen.distributed.ring import Walk
 from flashgen.distributed.rounds import rounds_of
