@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,64 +43,25 @@ class CudaMissing(RuntimeError):  # noqa: N818 - reads as what happened
     """Something that kernels on GPUs need is not there; the message says what to do about it."""
 
 
-class Driver(Protocol):
-    """What a kernel asks of one device."""
+class Written:
+    """Memory that is written once, and then read on any stream: a stream of its own fills it until an event."""
 
-    @property
-    def size(self) -> DeviceSize:
-        """What kernels are started for."""
-
-    def function(self, path: Path, name: str, shared_bytes: int) -> int:
-        """A kernel of a binary, allowed this much shared memory."""
-
-    def stream(self) -> int:
-        """PyTorch's current stream on the device."""
-
-    def clear(self, address: int, size: int, stream: int) -> None:
-        """Zero memory, in the order of the stream."""
-
-    def launch(self, function: int, grid: int, threads: int, shared_bytes: int, stream: int, arguments: int) -> None:
-        """Start a kernel, in the order of the stream. ``arguments`` points to the addresses of its parameters."""
-
-    def encode(self, tensor: TensorMap, address: int) -> bytes:
-        """What tensor copies are told of a tensor: 128 bytes."""
-
-    def is_capturing(self) -> bool:
-        """Whether the current stream's work goes into a graph, to be replayed later."""
-
-    def counters(self, size: int, stream: int) -> Counters:
-        """Memory of zeros for a launch on the current stream, which is this one, and leaves zeros. Nothing else that
-        may run at the same time has it.
-        """
-
-    def write_once(self, size: int, write: Callable[[int, int], None]) -> Written | None:
-        """Memory of this many bytes; ``write``, given its address and a stream, starts what fills it.
-
-        None where so much is not there.
-        """
-
-    def enter(self) -> Any:
-        """A context in which the device is the current one."""
-
-    def is_current(self) -> bool:
-        """Whether it is already."""
-
-    def entry_points(self) -> tuple[int, int, int, int] | None:
-        """The addresses of functions in C that launch, clear, encode, and tell the current stream; None: not known."""
-
-
-class Written(Protocol):
-    """Memory that is written once, and then read on any stream."""
-
-    @property
-    def address(self) -> int:
-        """Where it begins."""
+    def __init__(self, memory: torch.Tensor, event: Any) -> None:
+        self.address = memory.data_ptr()
+        self._memory, self._event = memory, event
+        self._joined: set[int] = set()
 
     def join(self, stream: int) -> None:
         """What the current stream, which is this one, does from now on sees it.
 
         What was started there when this object goes is done before the memory is used for anything else.
         """
+        if stream in self._joined:
+            return
+        current = torch.cuda.current_stream(self._memory.device)
+        current.wait_event(self._event)
+        self._memory.record_stream(current)  # when it is freed PyTorch waits for what was started there before
+        self._joined.add(stream)
 
 
 _Launch = tuple[int, int, int, int]  # function, grid, threads, bytes of shared memory
@@ -112,7 +73,7 @@ _Parameters = ctypes.c_char_p * 2
 class CudaKernel(GpuKernel[Written]):
     """One head dimension on one GPU. What ``find`` gives is held by a cubin."""
 
-    driver: Driver = field(kw_only=True)
+    driver: CupyDriver = field(kw_only=True)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
         kernels, found = self.scheduled(name, values)
@@ -229,6 +190,7 @@ class CupyDriver:
         self._counters = CounterPool(index)
 
     def function(self, path: Path, name: str, shared_bytes: int) -> int:
+        """A kernel of a binary, allowed this much shared memory."""
         with self.enter():
             kernel = self._kernels.get((path, name))
             if kernel is None:
@@ -240,57 +202,55 @@ class CupyDriver:
             return address
 
     def stream(self) -> int:
+        """PyTorch's current stream on the device."""
         return self._stream(self._index)
 
     def clear(self, address: int, size: int, stream: int) -> None:
+        """Zero memory, in the order of the stream."""
         self._runtime.memsetAsync(address, 0, size, stream)
 
     def launch(self, function: int, grid: int, threads: int, shared_bytes: int, stream: int, arguments: int) -> None:
+        """Start a kernel, in the order of the stream. ``arguments`` points to the addresses of its parameters."""
         self._driver.launchKernel(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, arguments, 0)
 
     def counters(self, size: int, stream: int) -> Counters:
+        """Memory of zeros for a launch on the current stream, which is this one, and leaves zeros. Nothing else that
+        may run at the same time has it.
+        """
         return self._counters.find(size, stream, captures=self.is_capturing())
 
     def encode(self, tensor: TensorMap, address: int) -> bytes:
+        """What tensor copies are told of a tensor: 128 bytes."""
         return encode(tensor, address)
 
     def is_capturing(self) -> bool:
+        """Whether the current stream's work goes into a graph, to be replayed later."""
         return torch.cuda.is_current_stream_capturing()
 
     def write_once(self, size: int, write: Callable[[int, int], None]) -> Written | None:
+        """Memory of this many bytes; ``write``, given its address and a stream, starts what fills it.
+
+        None where so much is not there.
+        """
         stream = self._beside = self._beside or torch.cuda.Stream(self._index)  # type: ignore[no-untyped-call]
         try:
             memory = lasting(size, stream)
         except torch.OutOfMemoryError:
             return None
         write(memory.data_ptr(), stream.cuda_stream)
-        return _WrittenBeside(memory, stream.record_event())
+        return Written(memory, stream.record_event())
 
     def enter(self) -> Any:
+        """A context in which the device is the current one."""
         return torch.cuda.device(self._index)
 
     def is_current(self) -> bool:
+        """Whether it is already."""
         return self._current() == self._index
 
     def entry_points(self) -> tuple[int, int, int, int] | None:
+        """The addresses of functions in C that launch, clear, encode, and tell the current stream; None: not known."""
         return entry_points()
-
-
-class _WrittenBeside:
-    """A tensor that a stream of its own fills until an event, so that no other one is the first that it waits for."""
-
-    def __init__(self, memory: torch.Tensor, event: Any) -> None:
-        self.address = memory.data_ptr()
-        self._memory, self._event = memory, event
-        self._joined: set[int] = set()
-
-    def join(self, stream: int) -> None:
-        if stream in self._joined:
-            return
-        current = torch.cuda.current_stream(self._memory.device)
-        current.wait_event(self._event)
-        self._memory.record_stream(current)  # when it is freed PyTorch waits for what was started there before
-        self._joined.add(stream)
 
 
 def import_cupy() -> Any:
@@ -419,7 +379,7 @@ def lasting(size: int, stream: Any) -> torch.Tensor:
 class CudaMachine(Machine):
     """One GPU, and its driver."""
 
-    driver: Driver
+    driver: CupyDriver
     backend = "cuda"
 
     def make(self, kernel: CompiledKernel[Any, Any], calls: CallKind) -> Made[Path]:

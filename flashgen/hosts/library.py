@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flashgen.hosts.kernel import ArgumentLayout, Kernel, Native, NoSuchPassError, Prepared, Values, no_other
+from flashgen.hosts.kernel import ArgumentLayout, Kernel, Native, NoSuchPassError, Prepared, Values
 from flashgen.kinds.kind import Kind, PassName
 from flashgen.kinds.operand import Field
 from flashgen.plan.arguments import fields_of_kind, table_field
@@ -28,28 +28,23 @@ Find = Callable[[str, Mapping[str, float]], Functions]
 
 
 @dataclass(frozen=True)
-class LibraryKernel:
+class LibraryKernel(Kernel):
     """Functions of shared libraries, which ``find`` gives. Each takes the packed arguments.
 
     Those of ragged batches and caches take ``struct Ragged``, too: of such a kind of call ``dense`` is the layout of a
     dense one, and ``layout`` that of the kind.
     """
 
-    layout: ArgumentLayout
     find: Find
-    row_alignment: int = 1
     dense: ArgumentLayout | None = None
-    other: Callable[[Kind], Kernel | None] = no_other
-    stores: bool = False
-    elements: tuple[int, ...] = (0, 1, 2)
-    moves: bool = True
-    needs_lse: bool = False
-    writes_parts: bool = True
-    shares_lists: bool = False
+
+    row_alignment = 1
+    stores = needs_lse = shares_lists = False
+    moves = True
 
     def of(self, kind: Kind) -> Kernel | None:
         """Ragged batches and caches are other functions of the same library."""
-        return self._over_sequences(kind) if kind.by_sequence else self.other(kind)
+        return self._over_sequences(kind) if kind.by_sequence else super().of(kind)
 
     @functools.cached_property
     def _over_sequences(self) -> Callable[[Kind], LibraryKernel]:
@@ -65,11 +60,7 @@ class LibraryKernel:
         found = functions_of(path, symbol, (only,) if only else ())
         return cls(ArgumentLayout(fields), (lambda _, values: found(only, values)) if only else found)
 
-    def stored_whole(self, fixed: Values) -> frozenset[str]:  # noqa: ARG002 - a Kernel's
-        """None: blocks add what they have."""
-        return frozenset()
-
-    def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:  # noqa: ARG002 - see above
+    def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:  # noqa: ARG002 - a Kernel's
         return shape[-1] < 2 or strides[-1] == 1
 
     def prepare(self, name: PassName, values: Values) -> Prepared:

@@ -14,7 +14,7 @@ from flashgen.analysis.variant import Variant
 from flashgen.compiler.compiled import CompiledKernel
 from flashgen.compiler.tile_choices import TileChoices, tile_choices
 from flashgen.emit.kernel_source import KernelSource
-from flashgen.hosts.kernel import ArgumentLayout, Kernel, Prepared, Values, no_other
+from flashgen.hosts.kernel import ArgumentLayout, Kernel, Values
 from flashgen.hosts.lists import ListCache
 from flashgen.hosts.schedule import (
     MOST_ELEMENTS,
@@ -29,7 +29,7 @@ from flashgen.hosts.schedule import (
 )
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
-from flashgen.kinds.kind import Kind, PassName
+from flashgen.kinds.kind import PassName
 from flashgen.plan.arguments import stored_field
 from flashgen.plan.plan import CallKind
 from flashgen.targets.gpu.product import Gpu
@@ -43,34 +43,22 @@ Find = Callable[[PassName, Mapping[str, float]], Compiled[Any]]
 
 
 @dataclass(frozen=True)
-class GpuKernel(abc.ABC, Generic[Lists]):
+class GpuKernel(Kernel, Generic[Lists]):
     """One head dimension on one device. ``find`` gives the kernels of a pass, for values of fields by name.
 
     ``most`` bounds the elements that a launch indexes.
     """
 
-    layout: ArgumentLayout
     head_dim: HeadDim
     find: Find
     size: DeviceSize
     list_cache: ListCache[Lists] = field(default_factory=ListCache)
-    other: Callable[[Kind], Kernel | None] = no_other
-    elements: tuple[int, ...] = (0, 1, 2)
     most: int = MOST_ELEMENTS
-    row_alignment: int = ROW_ALIGNMENT
-    stores: bool = True
-    moves: bool = False
-    needs_lse: bool = True
-    writes_parts: bool = True
-    shares_lists: bool = True
+
+    row_alignment = ROW_ALIGNMENT
+    stores = needs_lse = shares_lists = True
+    moves = False
     reads = staticmethod(is_readable)
-
-    @abc.abstractmethod
-    def prepare(self, name: PassName, values: Values) -> Prepared:
-        """As a ``Kernel``'s."""
-
-    def of(self, kind: Kind) -> Kernel | None:
-        return self.other(kind)
 
     def stored_whole(self, fixed: Values) -> frozenset[str]:
         """None for a call in parts, as each part would store its own sums, nor for too many batch entries in turn."""

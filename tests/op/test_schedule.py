@@ -134,7 +134,7 @@ def test_what_is_read_in_place() -> None:
     assert readable(long.contiguous())
 
 
-class RecordingDriver:
+class RecordingDriver(CupyDriver):
     """Stands for a device: writes down what it is asked for. Arguments are those of ``layout``."""
 
     layout = LAYOUT
@@ -195,7 +195,7 @@ class RecordingDriver:
         return self.written[-1]
 
 
-class Written:
+class Written(cuda.Written):
     """Memory that was written once."""
 
     def __init__(self, address: int, driver: RecordingDriver) -> None:
