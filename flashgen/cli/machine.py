@@ -15,7 +15,7 @@ from flashgen.cli.console import note, print_json, print_table
 from flashgen.cli.options import json_option
 
 if TYPE_CHECKING:
-    from flashgen.compiler.tuned import TunedFile
+    from flashgen.compiler.tile_choices import TunedFile
 
 
 @click.command(short_help="List the devices that plans can be made for.")
@@ -78,7 +78,7 @@ def cache(ctx: click.Context, as_json: bool) -> None:
     """List the compiled libraries and the tuned tiles that are stored."""
     if ctx.invoked_subcommand is not None:
         return
-    from flashgen.compiler.tuned import TunedStore
+    from flashgen.compiler.tile_choices import TunedStore
     from flashgen.store.cache import Cache
 
     stored = Cache.default()
@@ -135,7 +135,7 @@ def _tuned(each: TunedFile) -> dict[str, object]:
 @click.option("--only", type=click.Choice(("libraries", "tuned")), help="Remove these alone; default: everything.")
 def clear(only: str | None) -> None:
     """Remove every stored library, each of which is built again when it is next needed, and all tuned tiles."""
-    from flashgen.compiler.tuned import TunedStore
+    from flashgen.compiler.tile_choices import TunedStore
     from flashgen.store.cache import Cache
 
     if only != "tuned":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -190,28 +191,14 @@ def near_files(path: Path) -> str:
 SPEC_FILE = SpecFileType()
 
 
-def _backends() -> tuple[str, ...]:
-    from flashgen.op.op import BACKENDS
+def _known(module: str, name: str) -> Callable[[], Iterable[str]]:
+    """The names that a module knows, or that a function of it gives; it is imported when they are asked for."""
 
-    return BACKENDS
+    def names() -> Iterable[str]:
+        found: Any = getattr(importlib.import_module(module), name)
+        return found() if callable(found) else found  # type: ignore[no-any-return]
 
-
-def _emulated_targets() -> tuple[str, ...]:
-    from flashgen.targets.registry import GPUS
-
-    return tuple(GPUS)
-
-
-def _devices() -> tuple[str, ...]:
-    from flashgen.compiler.pipeline import device_names
-
-    return device_names()
-
-
-def _targets() -> tuple[str, ...]:
-    from flashgen.compiler.pipeline import target_names
-
-    return target_names()
+    return names
 
 
 spec_argument = click.argument("file", type=SPEC_FILE)
@@ -241,22 +228,25 @@ shape_option = click.option(
     help="Batch, query heads, key/value heads, query and key length.",
 )
 backend_option = click.option(
-    "--backend", type=OneOf("backend", _backends), metavar="NAME", help="Run on this one; default: the CPU's."
+    "--backend",
+    type=OneOf("backend", _known("flashgen.op.op", "BACKENDS")),
+    metavar="NAME",
+    help="Run on this one; default: the CPU's.",
 )
 emulated_target_option = click.option(
     "--target",
-    type=OneOf("target", _emulated_targets),
+    type=OneOf("target", _known("flashgen.targets.registry", "GPUS")),
     metavar="NAME",
     help="With --backend emulator: its kernels (sm_80).",
 )
 planned_device_option = click.option(
     "--device",
-    type=OneOf("device", _devices),
+    type=OneOf("device", _known("flashgen.compiler.pipeline", "device_names")),
     metavar="NAME",
     help="Plan for this device; default: this CPU.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-TARGETS = SomeOf("target", _targets)
+TARGETS = SomeOf("target", _known("flashgen.compiler.pipeline", "target_names"))
 
 
 def chosen_specs(

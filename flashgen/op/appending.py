@@ -25,11 +25,11 @@ from torch.compiler import is_compiling
 from flashgen.hosts.standalone import Standalone
 from flashgen.op.cached import Cache
 from flashgen.op.conversion import require
-from flashgen.op.eight_bits import F8, to_8_bits
+from flashgen.op.eight_bits import to_8_bits
 from flashgen.op.lengths import checks_lengths
 from flashgen.op.registered import NAMESPACE
 from flashgen.op.registration import library
-from flashgen.op.signature import ELEMENTS
+from flashgen.op.signature import ELEMENTS, F8
 from flashgen.op.tensor_kinds import is_plain, lies_in_memory, transforming
 
 KERNEL = Standalone("append")

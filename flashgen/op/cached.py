@@ -24,7 +24,8 @@ from flashgen.kinds.cached import CACHED
 from flashgen.op.call import CallChecker, KindCall, OneProblem, Rest, Tensors
 from flashgen.op.checks import match
 from flashgen.op.conversion import as_number, is_integral, saturated, saturated_number
-from flashgen.op.eight_bits import F8, factors_of, from_8_bits
+from flashgen.op.eight_bits import factors_of, from_8_bits
+from flashgen.op.signature import F8
 from flashgen.op.tensor_kinds import is_plain
 from flashgen.reference import tiled
 from flashgen.reference.programs import Place

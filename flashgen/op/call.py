@@ -24,10 +24,9 @@ from flashgen.kinds.dense import DENSE
 from flashgen.kinds.kind import Kind
 from flashgen.op.checks import CHECKS, Checks, Indices, check_captured_type
 from flashgen.op.conversion import Offsets, check_scalar
-from flashgen.op.eight_bits import F8
 from flashgen.op.lengths import LengthChecks
 from flashgen.op.selected import read_by_kernels
-from flashgen.op.signature import ELEMENTS, TORCH_DTYPES, dtype_of, kind
+from flashgen.op.signature import ELEMENTS, F8, TORCH_DTYPES, dtype_of, kind
 from flashgen.op.tensor_kinds import NoMemoryError
 from flashgen.op.values import Layout, by_axis, layout_like, packed_layout, type_of_sums
 from flashgen.plan.arguments import dimension_field, stride_field
@@ -395,8 +394,8 @@ OneProblem = tuple[int, Shard, Tensors, View]
 
 @dataclass(frozen=True)
 class KindCall:
-    """A checked call, the tensors of a dense one, and its last arguments; ``ragged.py``, ``cached.py`` and ``f8.py``
-    make those of their kinds. ``pointers`` are the values of the kind's pointer fields.
+    """A checked call, the tensors of a dense one, and its last arguments; ``ragged.py``, ``cached.py`` and
+    ``eight_bits.py`` make those of their kinds. ``pointers`` are the values of the kind's pointer fields.
     """
 
     call: Call

@@ -25,8 +25,7 @@ from flashgen.kinds.cached import CACHED
 from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.kinds.ragged import RAGGED
 from flashgen.op.conversion import Offsets, check_device
-from flashgen.op.eight_bits import F8
-from flashgen.op.signature import ELEMENTS, TORCH_DTYPES
+from flashgen.op.signature import ELEMENTS, F8, TORCH_DTYPES
 from flashgen.reference.dense import constant_number
 from flashgen.reference.shard import Shard
 

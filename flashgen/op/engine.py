@@ -31,7 +31,7 @@ from flashgen.kinds.dense import DENSE
 from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.kinds.kind import Kind, PassName
 from flashgen.kinds.ragged import RAGGED
-from flashgen.op import cached, f8, ragged
+from flashgen.op import cached, eight_bits, ragged
 from flashgen.op.call import (
     Attended,
     Call,
@@ -125,7 +125,7 @@ CALL_RULES: Mapping[str, CallRules] = {
         "decode has no derivatives, of neither mode: call the op, or op.reference.decode",
     ),
     EIGHT_BITS.name: CallRules(
-        f8.kind_call,
+        eight_bits.kind_call,
         no_gradients="q, k and v of 8 bits have no gradients; call it under torch.no_grad(), or train in bfloat16",
         no_derivatives="q, k and v of 8 bits have no derivatives, of neither mode: widen them, or call op.reference",
     ),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashgen.compiler.reading import CONSTANTS, Constant, by_name, did_you_mean, read_file, read_text
-from flashgen.compiler.tuned import TunedStore
+from flashgen.compiler.tile_choices import TunedStore
 from flashgen.diagnostics import quoted_list
 from flashgen.emit.recall import specs_of_file, specs_of_text
 from flashgen.ir.serialize import spec_from_data

@@ -24,10 +24,11 @@ from flashgen.op.cached import Cache
 from flashgen.op.call import Tensors, probability_in_force
 from flashgen.op.checks import check_rows
 from flashgen.op.conversion import offset_arguments
-from flashgen.op.eight_bits import F8, from_8_bits
+from flashgen.op.eight_bits import from_8_bits
 from flashgen.op.lengths import lengths
 from flashgen.op.registered import Registered
 from flashgen.op.selected import check_selection
+from flashgen.op.signature import F8
 from flashgen.op.tensor_kinds import check_tensors, lies_in_memory, refuse_distributed
 from flashgen.reference import dense
 from flashgen.reference.programs import Place

@@ -36,7 +36,7 @@ from flashgen.kinds.cached import CACHED
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.kind import Kind, PassName
 from flashgen.kinds.ragged import RAGGED
-from flashgen.op.op import AttentionOp, make_op
+from flashgen.op.op import AttentionOp, OpParts
 from flashgen.plan.plan import Part
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.registry import GPUS
@@ -117,7 +117,7 @@ def imitated(text: str) -> AttentionOp:
 
         return kernel
 
-    return make_op(spec, {"cpu": provider(DENSE)})
+    return AttentionOp(OpParts(spec, {"cpu": provider(DENSE)}))
 
 
 class Alone(torch.autograd.Function):
