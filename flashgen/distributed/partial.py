@@ -57,7 +57,9 @@ class Exponents:
 
 @dataclass
 class Seen:
-    """``o`` [B, H, n, Dv], float32 at least; ``log`` and ``top`` [B, H, n], float64. Each a slice of rows, or whole."""
+    """Rows that have seen some of their keys: ``o`` [B, H, n, Dv], float32 at least, and lse as ``log`` and ``top``
+    [B, H, n], float64. Each is a slice of rows, or whole. For pointwise weights ``log`` and ``top`` have no elements.
+    """
 
     o: Tensor
     log: Tensor
@@ -71,6 +73,10 @@ def first_part(o: Tensor, lse: Tensor, extremes: Tensor | None, exponents: Expon
         _launch(found, None, lse, extremes, exponents)
         return found
     return Seen(o, *exact(lse, extremes))
+
+
+def _pointwise(o: Tensor) -> Seen:
+    return Seen(o, *[o.new_empty((0, 0, 0))] * 2)
 
 
 def add_part(rows: Seen, o: Tensor, lse: Tensor, extremes: Tensor | None, exponents: Exponents) -> None:
@@ -152,17 +158,6 @@ class Offsets(NamedTuple):
     h_total: int
 
 
-@dataclass
-class PartialRows:
-    """Rows that have seen some of their keys: ``o`` [B, H, n, Dv], at least float32, and lse as two float64 numbers,
-    ``log`` and ``top`` [B, H, n]. These are None for pointwise weights.
-    """
-
-    o: Tensor
-    log: Tensor | None
-    top: Tensor | None
-
-
 class Partial:
     """A spec over some of the keys at a time."""
 
@@ -187,35 +182,33 @@ class Partial:
         """The captured values by name, from the operator's tensors behind q, k and v."""
         return dict(zip(self.op.signature.names, rest, strict=False))
 
-    def begin(self, q: Tensor, v: Tensor) -> PartialRows:
+    def begin(self, q: Tensor, v: Tensor) -> Seen:
         """Rows that have seen no key yet."""
         o = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=type_of_sums(q.dtype))
         if not self.form.normalised:
-            return PartialRows(o, None, None)
+            return _pointwise(o)
         log = q.new_full(q.shape[:3], -math.inf, dtype=torch.float64)
-        return PartialRows(o, log, torch.zeros_like(log))
+        return Seen(o, log, torch.zeros_like(log))
 
-    def add(self, rows: PartialRows | None, tensors: Tensors, where: Offsets) -> PartialRows:
+    def add(self, rows: Seen | None, tensors: Tensors, where: Offsets) -> Seen:
         """Add the keys of ``tensors`` to rows, in place; ``rows`` None: they have seen no key yet."""
         o, lse, extremes = self.engine.attend(tensors, (where, False))
         if lse is None:
             if rows is None:
-                return PartialRows(o.to(type_of_sums(o.dtype)), None, None)
+                return _pointwise(o.to(type_of_sums(o.dtype)))
             rows.o += o
             return rows
         exponents = self._exponents(tensors)
         if not self.form.exponential:
             extremes = None
-        if rows is None or rows.log is None or rows.top is None:
-            found = first_part(o.to(type_of_sums(o.dtype)), lse, extremes, exponents)
-            return PartialRows(found.o, found.log, found.top)
-        add_part(Seen(rows.o, rows.log, rows.top), o.to(rows.o.dtype), lse, extremes, exponents)
+        if rows is None:
+            return first_part(o.to(type_of_sums(o.dtype)), lse, extremes, exponents)
+        add_part(rows, o.to(rows.o.dtype), lse, extremes, exponents)
         return rows
 
-    def add_to(self, rows: PartialRows, at: slice, tensors: Tensors, where: Offsets) -> None:
+    def add_to(self, rows: Seen, at: slice, tensors: Tensors, where: Offsets) -> None:
         """Add the keys of ``tensors`` to the slice ``at`` of the rows, in place."""
-        log, top = (None if x is None else x[:, :, at] for x in (rows.log, rows.top))
-        self.add(PartialRows(rows.o[:, :, at], log, top), tensors, where)
+        self.add(Seen(*(x[:, :, at] for x in (rows.o, rows.log, rows.top))), tensors, where)
 
     def room(self, q: Tensor, v: Tensor) -> Attended:
         """Uninitialised results of ``close`` for rows like ``q``."""
@@ -247,10 +240,10 @@ class Partial:
             self._sliced[key] = found
         return found
 
-    def close(self, rows: PartialRows, sink: Tensor | None, tensors: Tensors) -> Attended:
+    def close(self, rows: Seen, sink: Tensor | None, tensors: Tensors) -> Attended:
         """o in the type of q, lse and its parts, of rows that have seen every key and ``sink`` [B, H, n]."""
         q = tensors[0]
-        if rows.log is None or rows.top is None:
+        if not self.form.normalised:
             return rows.o.to(q.dtype), None, None
         log, top, o, exponents = rows.log, rows.top, rows.o, self._exponents(tensors)
         if sink is not None:

@@ -20,7 +20,7 @@ from flashgen.distributed.blocks import Span, moved
 from flashgen.distributed.exchange import Flight, Group, once, post
 from flashgen.distributed.key_rows import GradientSum, KeyExchange, KeyRowLayout, RoundKeys, rows_at, taken
 from flashgen.distributed.key_rows import Tensors as Parts
-from flashgen.distributed.partial import Offsets, Partial, PartialRows, as_declared
+from flashgen.distributed.partial import Offsets, Partial, Seen, as_declared
 from flashgen.distributed.rounds import Round, Rounds, RowSelection, Unit
 from flashgen.op.call import Attended, Tensors
 from flashgen.op.tensor_kinds import with_memory
@@ -58,7 +58,7 @@ class _Forward:
         q, k, v = tensors[:3]
         self.exchange = KeyExchange(walk.plan, walk.group, k, v)
         self.closed = walk.partial.room(q, v)
-        self._seen: dict[int, PartialRows] = {}  # by the segments that several calls compute
+        self._seen: dict[int, Seen] = {}  # by the segments that several calls compute
 
     def run(self) -> list[RoundKeys | None]:
         """Compute all rounds; returns the keys of each.

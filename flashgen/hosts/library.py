@@ -65,8 +65,36 @@ class LibraryKernel(Kernel):
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
         if self.dense is not None:
-            return _over_sequences(self.find, self.dense, self.layout, name, values)
-        return _prepared(self.layout, *self.find(name, self.layout.named(values)), values)
+            return self._prepare_sequences(self.dense, name, values)
+        layout, (call, workspace) = self.layout, self.find(name, self.layout.named(values))
+        pack, whole = layout.pack_varying, layout.pack(*values)
+        size, fixed, nothing = workspace(whole), _fixed(layout, whole), (0,) * layout.varying
+
+        def native() -> Native:
+            return Native(size, pack(*nothing) + fixed, ctypes.cast(call, ctypes.c_void_p).value or 0)  # type: ignore[arg-type]
+
+        return Prepared(size, lambda varying: call(pack(*varying) + fixed), None if layout.params is None else native)
+
+    def _prepare_sequences(self, own: ArgumentLayout, name: PassName, values: Values) -> Prepared:
+        """A pass of a kind with this layout. Each call has its own: bytes of workspace follow from its lengths."""
+        varying = self.layout.varying
+        of_dense = (*values[: own.varying], *values[varying : varying + len(own.fields) - own.varying])
+        run, workspace = self.find(f"ragged_{name}", own.named(of_dense))
+        pack, fixed = own.pack_varying, _fixed(own, own.pack(*of_dense))
+        ragged_of, table = _Ragged.of_call(self.layout, values), self.layout.slots.get(table_field(_THRESHOLD))
+
+        def by_values(given: Values) -> Prepared:
+            ragged, leading = ragged_of(given), list(given[: own.varying])
+            if table is not None and given[table]:  # of each sequence
+                leading[own.slots[_THRESHOLD]] = 0
+
+            def start(filled: Values) -> object:
+                leading[0] = filled[0]
+                return run(pack(*leading) + fixed, ragged)
+
+            return Prepared(workspace(pack(*leading) + fixed, ragged), start)
+
+        return Prepared(0, lambda given: by_values(given).run(given), by_values=by_values)
 
 
 _THRESHOLD = "dropout_threshold"
@@ -106,29 +134,6 @@ class _Ragged:
         return self.pack(*[known[slot] or other for slot, other in self.members])
 
 
-def _over_sequences(
-    find: Find, own: ArgumentLayout, layout: ArgumentLayout, name: PassName, values: Values
-) -> Prepared:
-    """A pass of a kind with this layout. Each call has its own: bytes of workspace follow from its lengths."""
-    of_dense = (*values[: own.varying], *values[layout.varying : layout.varying + len(own.fields) - own.varying])
-    run, workspace = find(f"ragged_{name}", own.named(of_dense))
-    pack, fixed = own.pack_varying, _fixed(own, own.pack(*of_dense))
-    ragged_of, table = _Ragged.of_call(layout, values), layout.slots.get(table_field(_THRESHOLD))
-
-    def by_values(given: Values) -> Prepared:
-        ragged, leading = ragged_of(given), list(given[: own.varying])
-        if table is not None and given[table]:  # of each sequence
-            leading[own.slots[_THRESHOLD]] = 0
-
-        def start(filled: Values) -> object:
-            leading[0] = filled[0]
-            return run(pack(*leading) + fixed, ragged)
-
-        return Prepared(workspace(pack(*leading) + fixed, ragged), start)
-
-    return Prepared(0, lambda given: by_values(given).run(given), by_values=by_values)
-
-
 def functions_of(path: Path, symbol: str, names: Iterable[str] = ()) -> Find:
     """The functions ``symbol_forward``, ``symbol_backward``, or of other names, and their ``_workspace`` companions.
 
@@ -165,16 +170,3 @@ def _function(library: ctypes.CDLL, path: Path, name: str) -> Any:
 def _fixed(layout: ArgumentLayout, whole: bytes) -> bytes:
     """The bytes of the fixed values, behind those that vary."""
     return whole[len(layout.pack_varying(*(0,) * layout.varying)) :]
-
-
-def _prepared(
-    layout: ArgumentLayout, call: Callable[[bytes], object], workspace: Callable[[bytes], int], values: Values
-) -> Prepared:
-    """A pass of packed arguments, whose values are fixed but for those that vary."""
-    pack, whole = layout.pack_varying, layout.pack(*values)
-    size, fixed, nothing = workspace(whole), _fixed(layout, whole), (0,) * layout.varying
-
-    def native() -> Native:
-        return Native(size, pack(*nothing) + fixed, ctypes.cast(call, ctypes.c_void_p).value or 0)  # type: ignore[arg-type]
-
-    return Prepared(size, lambda varying: call(pack(*varying) + fixed), None if layout.params is None else native)

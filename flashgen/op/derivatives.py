@@ -23,8 +23,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from flashgen.op.call import Rest
-from flashgen.op.mapping import by_samples, folded_inputs, has_samples, mapped
-from flashgen.op.registered import Registered
+from flashgen.op.registered import Registered, by_samples, folded_inputs, has_samples, mapped
 from flashgen.op.tensor_kinds import lies_in_memory, refuse_distributed, with_memory
 from flashgen.reference.programs import Program
 

@@ -33,9 +33,18 @@ from flashgen.op.call import Attended, Call, Rest, Tensors
 from flashgen.op.conversion import offset_arguments
 from flashgen.op.derivatives import attend_duals, by_operator, tangents_of
 from flashgen.op.engine import Engine
-from flashgen.op.mapping import Batch, folded_inputs, has_samples, mapped
 from flashgen.op.node import extension, node_of
-from flashgen.op.registered import NAMESPACE, Registered, fake_backward, fake_forward, registry
+from flashgen.op.registered import (
+    NAMESPACE,
+    Batch,
+    Registered,
+    fake_backward,
+    fake_forward,
+    folded_inputs,
+    has_samples,
+    mapped,
+    registry,
+)
 from flashgen.op.signature import TORCH_DTYPES, Signature
 from flashgen.op.tensor_kinds import check_tensors, has_distributed, have_memory, is_plain, transforming, with_memory
 

@@ -11,7 +11,7 @@ import pytest
 from flashgen.analysis.variant import analyse
 from flashgen.compiler.building import build_file
 from flashgen.compiler.compiled import assembled, compiled
-from flashgen.compiler.package import gpu as packages
+from flashgen.compiler.package import opened as packages
 from flashgen.compiler.package.folder import FolderRefused
 from flashgen.compiler.package.manifest import Manifest
 from flashgen.compiler.package.opened import Packaged, edited_sources, packaged
