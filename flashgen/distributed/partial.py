@@ -33,7 +33,7 @@ from flashgen.op.loading import load_spec
 from flashgen.op.op import AttentionOp
 from flashgen.op.signature import Signature
 from flashgen.op.tensor_kinds import with_memory
-from flashgen.op.values import address, layout_like, type_of_sums
+from flashgen.op.values import address, copied_to, layout_like, type_of_sums
 from flashgen.reference.dense import evaluator
 from flashgen.reference.shard import Shard
 
@@ -223,9 +223,7 @@ class Partial:
         if self._writes_slices(self.op, tensors):
             self.op.engine_of(SLICES).attend(tensors, (where, False), into=into)
             return
-        for x, place in zip(self.op.engine.attend(tensors, (where, False)), into, strict=True):
-            if x is not None and place is not None:
-                place.copy_(x)
+        copied_to(self.op.engine.attend(tensors, (where, False)), into)
 
     def _writes_slices(self, op: AttentionOp, tensors: Tensors) -> bool:
         """Whether the kernels of slices are used: they write rows in place, and gradients of keys in float32.
@@ -291,8 +289,7 @@ class Partial:
         o, lse, parts = closed
         rows_read = (o.to(self.type_of(o.dtype)), lse, parts)
         found = self.gradients(d_o, d_lse, rows_read, tensors, where, needs, deterministic)
-        for x, place in zip(found, into, strict=False):
-            place.copy_(x)
+        copied_to(found[:3], into)
         return found[3:]
 
     def _exponents(self, tensors: Tensors) -> Exponents:

@@ -79,8 +79,7 @@ def _check_one(name: str, x: Tensor, q: Tensor, backend: str) -> None:
         raise ValueError(f"'{name}' is on {x.device}; NCCL, which this group has, takes tensors on GPUs")
     if backend == "gloo" and not x.is_cpu and x.device == q.device:
         raise ValueError(f"'{name}' is on {x.device}; gloo, which this group has, takes tensors on CPUs")
-    if x.device != q.device:
-        raise ValueError(f"'{name}' is on {x.device}, but 'q' is on {q.device}")
+    check_device(f"'{name}'", x, q.device)
     if x.dtype is not q.dtype:
         raise TypeError(f"'{name}' is {x.dtype}, but 'q' is {q.dtype}; q, k and v share one type")
 

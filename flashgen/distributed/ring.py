@@ -24,7 +24,7 @@ from flashgen.distributed.partial import Offsets, Partial, Seen, as_declared
 from flashgen.distributed.rounds import Round, Rounds, RowSelection, Unit
 from flashgen.op.call import Attended, Tensors
 from flashgen.op.tensor_kinds import with_memory
-from flashgen.op.values import layout_like, type_of_sums
+from flashgen.op.values import copied_to, layout_like, type_of_sums
 
 _rows = functools.partial(rows_at, dim=2)  # rows of [B, heads, n, …]
 
@@ -101,9 +101,7 @@ class _Forward:
             if partial.op.spec.weights.sink is not None:
                 sink = partial.sink(own, v, partial.captured(self.tensors[3:]), self.walk.place(of.q_start, 0), None)
             found = partial.close(self._seen.get(n) or partial.begin(own, v), sink, (own, k, v))
-            for x, place in zip(found, _closed_at(self.closed, of.rows), strict=True):
-                if x is not None and place is not None:
-                    place.copy_(x)
+            copied_to(found, _closed_at(self.closed, of.rows))
 
 
 class _RingAttention(torch.autograd.Function):

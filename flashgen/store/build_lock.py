@@ -79,7 +79,11 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
                 return
             if waited > _TELL_SECONDS and not told:
                 told = True
-                _tell(f"waiting for {_described(holder)}; lock: '{path}'")
+                whom = "another process, which builds the same"
+                if holder is not None:
+                    lasts = max(0.0, time.time() - holder.since)
+                    whom = f"{holder}, which has been building '{holder.what}' for {lasts:.0f} s"
+                _tell(f"waiting for {whom}; lock: '{path}'")
     try:
         _sign(path, what)
         yield
@@ -87,12 +91,6 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
         with contextlib.suppress(OSError):
             _note_of(path).unlink()
         lock.release()
-
-
-def _described(holder: Holder | None) -> str:
-    if holder is None:
-        return "another process, which builds the same"
-    return f"{holder}, which has been building '{holder.what}' for {max(0.0, time.time() - holder.since):.0f} s"
 
 
 def _tell(message: str) -> None:
