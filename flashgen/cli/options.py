@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from flashgen.cli import completion
 from flashgen.cli.console import near_matches
 from flashgen.diagnostics import nearest, quoted_list
 from flashgen.ir.shape import Shape
@@ -23,6 +23,7 @@ from flashgen.store import gallery
 if TYPE_CHECKING:
     from flashgen.op.op import AttentionOp
 
+VARIABLE = "_FLASHGEN_COMPLETE"  # by which a shell asks what completes a word
 _LONGEST_COUNTED = 2**26
 Constant = bool | int | float
 
@@ -57,6 +58,27 @@ def read_shape(text: str) -> Shape:
         raise click.BadParameter(str(error)) from None
 
 
+def named(known: Iterable[str], incomplete: str, help_text: str | None = None) -> list[CompletionItem]:
+    """Those that begin like this. Who does not know completes nothing: nothing may be raised or said on the way."""
+    return [CompletionItem(name, help=help_text) for name in known if name.startswith(incomplete)]
+
+
+def spec_files(incomplete: str) -> list[CompletionItem]:
+    """Specs of the gallery by name, and files."""
+    files = CompletionItem(incomplete, type="file")
+    plain = named(gallery.names(), incomplete, "a spec that comes with flashgen")
+    if not plain:
+        return [files]
+    if not os.environ.get(VARIABLE, "").startswith("bash"):
+        return [*plain, files]
+    return plain + named(_here(), incomplete)  # bash forgets names where it is told to look for files
+
+
+def _here() -> list[str]:
+    found = sorted(each for each in Path().iterdir() if not each.name.startswith("."))
+    return [f"{each}/" if each.is_dir() else str(each) for each in found if each.is_dir() or each.suffix == ".attn"]
+
+
 class OneOf(click.ParamType):  # type: ignore[type-arg]  # in newer versions of click alone
     """One name out of a list that is looked up when it is needed; a wrong one is answered with the nearest."""
 
@@ -73,7 +95,7 @@ class OneOf(click.ParamType):  # type: ignore[type-arg]  # in newer versions of 
         return value
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
-        return completion.names(self._known(), incomplete)
+        return named(self._known(), incomplete)
 
 
 class SomeOf(OneOf):
@@ -87,7 +109,7 @@ class SomeOf(OneOf):
         """What came before, and a name that is not there yet."""
         before, comma, last = incomplete.rpartition(",")
         left = [name for name in self._known() if name not in before.split(",")]
-        return [CompletionItem(before + comma + each.value) for each in completion.names(left, last)]
+        return [CompletionItem(before + comma + each.value) for each in named(left, last)]
 
 
 def read_numbers(what: str) -> Callable[[str], tuple[int, ...]]:
@@ -175,7 +197,7 @@ class SpecFileType(click.Path):
             raise click.BadParameter(error.message + close, ctx, param) from None
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
-        return completion.spec_files(incomplete)
+        return spec_files(incomplete)
 
 
 def near_files(path: Path) -> str:
@@ -210,7 +232,7 @@ checked_arguments = click.argument(
     type=click.Path(path_type=Path),
     nargs=-1,
     required=True,
-    shell_complete=lambda _ctx, _param, incomplete: completion.spec_files(incomplete),
+    shell_complete=lambda _ctx, _param, incomplete: spec_files(incomplete),
 )
 set_option = click.option(
     "--set",
