@@ -87,7 +87,7 @@ def _relu(xp: ArrayNamespace, x: Any) -> Any:
     return xp.where(x <= 0, 0.0, x)
 
 
-# gelu x = x Φ(x) = x (1 + erf(x/√2))/2;  ∂ = Φ(x) + x exp(-x²/2)/√(2π). Below -40 the factor is 0 in float64; of -inf, too.
+# gelu x = x Φ(x) = x (1 + erf(x/√2))/2;  ∂ = Φ(x) + x exp(-x²/2)/√(2π). Below -40 the factor is 0.
 def _gelu(xp: ArrayNamespace, x: Any) -> Any:
     x = xp.where(x < -40.0, -40.0, x)
     return 0.5 * x * (1.0 + _ERF(xp, x * _SQRT_HALF))

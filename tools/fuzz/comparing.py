@@ -56,7 +56,7 @@ def compare(
         own["lse"] = _forgiven(own["lse"], truth["lse"], truth["lse"] == torch.inf)
         if "t_lse" in truth:  # that of a row whose lse is none, and judged: NaN, though what moves be v alone, and it 0
             own["t_lse"] = _forgiven(own["t_lse"], truth["t_lse"], unknown)
-    if truth["o"].isnan().any():  # then dO is none, too, and where() or clamp() drop in PyTorch what a slope of 0 does not
+    if truth["o"].isnan().any():  # its gradients are none: where() and clamp() of PyTorch drop them, slopes of 0 do not
         for name in own.keys() - {"o", "lse", "t_o", "t_lse"}:
             own[name] = _forgiven(own[name], truth[name], truth[name] == 0.0)
     suspects: dict[str, tuple[float, float]] = {}
@@ -111,6 +111,9 @@ def _possible_errors(
     operands = torch.finfo(_wide(given)).eps / 2 if given.q.dtype is not torch.float32 else 0.0
     wide = widened(given)
     tried = [reference(spec, values, wide, call, torch.float32)]
+    torch.set_flush_denormal(True)  # as kernels do
+    tried.append(reference(spec, values, wide, call, torch.float32))
+    torch.set_flush_denormal(False)
     for seed in range(_TRIALS):
         with Rounded(seed, operands):
             tried.append(reference(spec, values, wide, call, torch.float64))

@@ -195,7 +195,7 @@ FG_DEVICE float softplus(float x) { return relu(x) + log1pf(expf(-fabsf(x))); }
 
 FG_DEVICE float erf(float x) { return erff(x); }
 // x Phi(x); erfc keeps the relative accuracy of the tail.
-FG_DEVICE float gelu(float x) { return 0.5f * x * erfcf(-0.707106781f * x); }
+FG_DEVICE float gelu(float x) { return x < -40.0f ? 0.0f : 0.5f * x * erfcf(-0.707106781f * x); }  // 0 of -inf, too
 
 // ---- sine, cosine, arc tangent, power -------------------------------------------------------------------------------
 
