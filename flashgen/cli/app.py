@@ -15,7 +15,6 @@ import click
 
 from flashgen.cli.build import build
 from flashgen.cli.check import check
-from flashgen.cli.completion import VARIABLE, completion
 from flashgen.cli.console import (
     INTERRUPTED,
     JSON_WANTED,
@@ -27,7 +26,8 @@ from flashgen.cli.console import (
     show_diagnostics,
 )
 from flashgen.cli.import_ import import_
-from flashgen.cli.machine import cache, devices, doctor
+from flashgen.cli.machine import cache, completion, devices, doctor
+from flashgen.cli.options import VARIABLE
 from flashgen.cli.plan import plan
 from flashgen.cli.show import show
 from flashgen.cli.tools import tool, tools

@@ -1,4 +1,4 @@
-"""``flashgen devices``, ``flashgen cache`` and ``flashgen doctor``: what is known, what is stored, what is missing."""
+"""``flashgen devices``, ``cache``, ``doctor``, ``completion``: what is known, stored, missing; what a shell needs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
+from click.shell_completion import get_completion_class
 
 from flashgen.cli.console import note, print_json, print_table
-from flashgen.cli.options import json_option
+from flashgen.cli.options import VARIABLE, json_option
 
 if TYPE_CHECKING:
-    from flashgen.compiler.tuned import TunedFile
+    from flashgen.compiler.tile_choices import TunedFile
+
+SHELLS = ("bash", "zsh", "fish")
+_BEHIND_BASH = """
+# A folder is not the end of a name.
+_flashgen() {
+    _flashgen_completion "$@"
+    if [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == */ ]]; then compopt -o nospace; fi
+}
+complete -o nosort -F _flashgen flashgen
+"""
 
 
 @click.command(short_help="List the devices that plans can be made for.")
@@ -78,7 +89,7 @@ def cache(ctx: click.Context, as_json: bool) -> None:
     """List the compiled libraries and the tuned tiles that are stored."""
     if ctx.invoked_subcommand is not None:
         return
-    from flashgen.compiler.tuned import TunedStore
+    from flashgen.compiler.tile_choices import TunedStore
     from flashgen.store.cache import Cache
 
     stored = Cache.default()
@@ -135,7 +146,7 @@ def _tuned(each: TunedFile) -> dict[str, object]:
 @click.option("--only", type=click.Choice(("libraries", "tuned")), help="Remove these alone; default: everything.")
 def clear(only: str | None) -> None:
     """Remove every stored library, each of which is built again when it is next needed, and all tuned tiles."""
-    from flashgen.compiler.tuned import TunedStore
+    from flashgen.compiler.tile_choices import TunedStore
     from flashgen.store.cache import Cache
 
     if only != "tuned":
@@ -180,3 +191,22 @@ def _wrapped(text: str, indent: str) -> str:
     """Lines of a terminal, but words, as paths and commands are, stay whole."""
     columns = max(40, 120 - len(indent))
     return f"\n{indent}".join(textwrap.wrap(text, columns, break_long_words=False, break_on_hyphens=False) or [""])
+
+
+@click.command(short_help="Print what completes commands in a shell.")
+@click.argument("shell", type=click.Choice(SHELLS))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the code that completes commands, options, names of the gallery, targets, devices and files in a shell.
+
+    \b
+    bash, in ~/.bashrc:  eval "$(flashgen completion bash)"
+    zsh, in ~/.zshrc:    eval "$(flashgen completion zsh)"
+    fish, once:          flashgen completion fish > ~/.config/fish/completions/flashgen.fish
+
+    In ~/.zshrc the line stands behind the one that runs compinit.
+    """  # noqa: D301 - click reads \b as what it is
+    found = get_completion_class(shell)
+    assert found is not None
+    text = found(ctx.find_root().command, {}, "flashgen", VARIABLE).source()
+    click.echo(text + (_BEHIND_BASH if shell == "bash" else ""))

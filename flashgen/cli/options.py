@@ -1,22 +1,29 @@
-"""Options that several commands share, with the types that read them."""
+"""Options that several commands share, with the types that read them, and the operators of the file that they name."""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import math
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from flashgen.cli import completion
 from flashgen.cli.console import near_matches
 from flashgen.diagnostics import nearest, quoted_list
 from flashgen.ir.shape import Shape
+from flashgen.ir.spec import AttentionSpec
+from flashgen.ir.types import ElementType
 from flashgen.store import gallery
 
+if TYPE_CHECKING:
+    from flashgen.op.op import AttentionOp
+
+VARIABLE = "_FLASHGEN_COMPLETE"  # by which a shell asks what completes a word
 _LONGEST_COUNTED = 2**26
 Constant = bool | int | float
 
@@ -51,6 +58,27 @@ def read_shape(text: str) -> Shape:
         raise click.BadParameter(str(error)) from None
 
 
+def named(known: Iterable[str], incomplete: str, help_text: str | None = None) -> list[CompletionItem]:
+    """Those that begin like this. Who does not know completes nothing: nothing may be raised or said on the way."""
+    return [CompletionItem(name, help=help_text) for name in known if name.startswith(incomplete)]
+
+
+def spec_files(incomplete: str) -> list[CompletionItem]:
+    """Specs of the gallery by name, and files."""
+    files = CompletionItem(incomplete, type="file")
+    plain = named(gallery.names(), incomplete, "a spec that comes with flashgen")
+    if not plain:
+        return [files]
+    if not os.environ.get(VARIABLE, "").startswith("bash"):
+        return [*plain, files]
+    return plain + named(_here(), incomplete)  # bash forgets names where it is told to look for files
+
+
+def _here() -> list[str]:
+    found = sorted(each for each in Path().iterdir() if not each.name.startswith("."))
+    return [f"{each}/" if each.is_dir() else str(each) for each in found if each.is_dir() or each.suffix == ".attn"]
+
+
 class OneOf(click.ParamType):  # type: ignore[type-arg]  # in newer versions of click alone
     """One name out of a list that is looked up when it is needed; a wrong one is answered with the nearest."""
 
@@ -67,7 +95,7 @@ class OneOf(click.ParamType):  # type: ignore[type-arg]  # in newer versions of 
         return value
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
-        return completion.names(self._known(), incomplete)
+        return named(self._known(), incomplete)
 
 
 class SomeOf(OneOf):
@@ -81,7 +109,7 @@ class SomeOf(OneOf):
         """What came before, and a name that is not there yet."""
         before, comma, last = incomplete.rpartition(",")
         left = [name for name in self._known() if name not in before.split(",")]
-        return [CompletionItem(before + comma + each.value) for each in completion.names(left, last)]
+        return [CompletionItem(before + comma + each.value) for each in named(left, last)]
 
 
 def read_numbers(what: str) -> Callable[[str], tuple[int, ...]]:
@@ -169,7 +197,7 @@ class SpecFileType(click.Path):
             raise click.BadParameter(error.message + close, ctx, param) from None
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:  # noqa: ARG002
-        return completion.spec_files(incomplete)
+        return spec_files(incomplete)
 
 
 def near_files(path: Path) -> str:
@@ -185,28 +213,14 @@ def near_files(path: Path) -> str:
 SPEC_FILE = SpecFileType()
 
 
-def _backends() -> tuple[str, ...]:
-    from flashgen.op.op import BACKENDS
+def _known(module: str, name: str) -> Callable[[], Iterable[str]]:
+    """The names that a module knows, or that a function of it gives; it is imported when they are asked for."""
 
-    return BACKENDS
+    def names() -> Iterable[str]:
+        found: Any = getattr(importlib.import_module(module), name)
+        return found() if callable(found) else found  # type: ignore[no-any-return]
 
-
-def _emulated_targets() -> tuple[str, ...]:
-    from flashgen.targets.registry import GPUS
-
-    return tuple(GPUS)
-
-
-def _devices() -> tuple[str, ...]:
-    from flashgen.compiler.pipeline import device_names
-
-    return device_names()
-
-
-def _targets() -> tuple[str, ...]:
-    from flashgen.compiler.pipeline import target_names
-
-    return target_names()
+    return names
 
 
 spec_argument = click.argument("file", type=SPEC_FILE)
@@ -218,7 +232,7 @@ checked_arguments = click.argument(
     type=click.Path(path_type=Path),
     nargs=-1,
     required=True,
-    shell_complete=lambda _ctx, _param, incomplete: completion.spec_files(incomplete),
+    shell_complete=lambda _ctx, _param, incomplete: spec_files(incomplete),
 )
 set_option = click.option(
     "--set",
@@ -236,19 +250,72 @@ shape_option = click.option(
     help="Batch, query heads, key/value heads, query and key length.",
 )
 backend_option = click.option(
-    "--backend", type=OneOf("backend", _backends), metavar="NAME", help="Run on this one; default: the CPU's."
+    "--backend",
+    type=OneOf("backend", _known("flashgen.op.op", "BACKENDS")),
+    metavar="NAME",
+    help="Run on this one; default: the CPU's.",
 )
 emulated_target_option = click.option(
     "--target",
-    type=OneOf("target", _emulated_targets),
+    type=OneOf("target", _known("flashgen.targets.registry", "GPUS")),
     metavar="NAME",
     help="With --backend emulator: its kernels (sm_80).",
 )
 planned_device_option = click.option(
     "--device",
-    type=OneOf("device", _devices),
+    type=OneOf("device", _known("flashgen.compiler.pipeline", "device_names")),
     metavar="NAME",
     help="Plan for this device; default: this CPU.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-TARGETS = SomeOf("target", _targets)
+TARGETS = SomeOf("target", _known("flashgen.compiler.pipeline", "target_names"))
+
+
+def chosen_specs(
+    file: Path, name: str | None, shape: Shape | None, constants: tuple[tuple[str, Constant], ...]
+) -> tuple[AttentionSpec, ...]:
+    """Every attention of the file, or the one of this name, if it can be called at this shape."""
+    from flashgen.compiler.pipeline import check_file
+    from flashgen.verification import refusal
+
+    specs = {spec.name: spec for spec in check_file(file, dict(constants)).specs}
+    names = list(specs)
+    if name is not None and name not in names:
+        raise click.BadParameter(
+            f"'{file}' holds no attention '{name}'.{near_matches(name, names)}", param_hint="'--name'"
+        )
+    chosen = tuple(specs.values()) if name is None else (specs[name],)
+    for spec in chosen:
+        reason = refusal(spec, shape) if shape else None
+        if reason:
+            raise click.BadParameter(f"'{spec.name}' cannot be called so: {reason}", param_hint="'--shape'")
+    return chosen
+
+
+def element_of(spec: AttentionSpec, dtype: str | None) -> ElementType | None:
+    """The type that is asked for. Raises where the spec is not built for it."""
+    if dtype is None:
+        return None
+    built = [str(each) for each in spec.dtypes or ()]
+    if built and dtype not in built:
+        raise click.BadParameter(f"'{spec.name}' is built for {', '.join(built)}, not {dtype}", param_hint="'--dtype'")
+    return ElementType(dtype)
+
+
+def loaded_operators(
+    file: Path,
+    name: str | None,
+    backend: str | None,
+    shape: Shape | None,
+    constants: tuple[tuple[str, Constant], ...],
+    target: str | None = None,
+) -> Iterator[AttentionOp]:
+    """Every attention of the file, or the one of this name, built and imported, if it can be called at this shape."""
+    from flashgen.op.loading import load
+
+    for spec in chosen_specs(file, name, shape, constants):
+        try:
+            op = load(file, name=spec.name, const=dict(constants), backend=backend, target=target)
+        except ValueError as error:  # a backend that this machine lacks, or one that takes no target
+            raise click.UsageError(str(error)) from error
+        yield op

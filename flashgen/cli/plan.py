@@ -113,20 +113,15 @@ def plan(
         print_json([entry.to_json() for entry in reports])
         return
     for entry in reports:
-        _print_title(entry)
+        on = "" if entry.timed_on == entry.device else f" ({entry.timed_on})"
+        title = f"{entry.plan.spec_name}, head_dim {entry.plan.head_dim}, on '{entry.device}'{on}"
+        click.echo(click.style(title, bold=True) + f"; B,H,Hkv,Nq,Nk = {entry.shape}")
         if verbose:
             _print(entry)
         else:
             _print_short(entry)
     if not verbose:
         note("--verbose: why each choice of the recipe, buffers, the paper's tiles, runners-up, what was rejected")
-
-
-def _print_title(report: PlanReport) -> None:
-    decisions = report.plan
-    on = "" if report.timed_on == report.device else f" ({report.timed_on})"
-    title = f"{decisions.spec_name}, head_dim {decisions.head_dim}, on '{report.device}'{on}"
-    click.echo(click.style(title, bold=True) + f"; B,H,Hkv,Nq,Nk = {report.shape}")
 
 
 def _print_short(report: PlanReport) -> None:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import click
 
 from flashgen.cli.console import note, print_json
-from flashgen.cli.operators import chosen_specs
 from flashgen.cli.options import (
     Constant,
+    chosen_specs,
     json_option,
     name_option,
     picture_path,

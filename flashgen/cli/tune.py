@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import click
 
 from flashgen.cli.console import INTERRUPTED, note, print_json, print_json_error, print_table, progress
-from flashgen.cli.operators import chosen_specs, element_of
 from flashgen.cli.options import (
     Constant,
     OneOf,
     check_countable,
+    chosen_specs,
+    element_of,
     json_option,
     name_option,
     read_seconds,
@@ -26,7 +27,7 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType
 
 if TYPE_CHECKING:
-    from flashgen.compiler.tuned import TunedStore
+    from flashgen.compiler.tile_choices import TunedStore
     from flashgen.plan.measured import MeasuredPass, Tuning
     from flashgen.tuning.tune import Job, Step
 
@@ -84,7 +85,7 @@ def tune(
     small; others take the planner's. Tiles that the spec pins stay as they are. Ctrl-C keeps what was measured, and the
     next run goes on from there.
     """
-    from flashgen.compiler.tuned import TunedStore
+    from flashgen.compiler.tile_choices import TunedStore
     from flashgen.toolchains.cpp import find_compiler
     from flashgen.tuning.timing import cuda_is_there
     from flashgen.tuning.tune import Job

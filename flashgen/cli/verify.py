@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import click
 
 from flashgen.cli.console import note, print_json, print_table, progress
-from flashgen.cli.operators import loaded_operators
 from flashgen.cli.options import (
     Constant,
     backend_option,
     emulated_target_option,
     json_option,
+    loaded_operators,
     name_option,
     set_option,
     shape_option,

@@ -16,11 +16,10 @@ from flashgen.analysis.variant import analyse
 from flashgen.compiler.pipeline import device_named
 from flashgen.compiler.tile_choices import planned_at
 from flashgen.diagnostics import SpecError
-from flashgen.distributed.blocks import Mask
-from flashgen.distributed.needed_keys import Held, NeededKeys, length
+from flashgen.distributed.blocks import Held, Mask, NeededKeys, length
+from flashgen.distributed.exchange import KEYS, Topology
 from flashgen.distributed.partition import work_of
-from flashgen.distributed.segments import Pace
-from flashgen.distributed.topology import KEYS, Topology
+from flashgen.distributed.rounds import Pace
 from flashgen.distributed.ulysses import Share, no_heads, shares_of
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim

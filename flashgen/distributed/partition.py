@@ -15,9 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flashgen.distributed.blocks import MOST_BLOCKS, Mask, Span, cuts, kept, kept_of_pairs, mask_of, read_by
+from flashgen.distributed.blocks import (
+    MOST_BLOCKS,
+    Held,
+    Mask,
+    Span,
+    cuts,
+    joined,
+    kept,
+    kept_of_pairs,
+    length,
+    mask_of,
+    needs_of,
+    read_by,
+)
 from flashgen.distributed.exchange import Group, check_member, shard
-from flashgen.distributed.needed_keys import Held, joined, length, needs_of
 from flashgen.ir.expr import Symbol
 from flashgen.op.checks import check_captured
 from flashgen.op.conversion import param_argument, tensor_argument

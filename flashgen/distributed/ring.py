@@ -18,15 +18,13 @@ from torch import Tensor
 
 from flashgen.distributed.blocks import Span, moved
 from flashgen.distributed.exchange import Flight, Group, once, post
-from flashgen.distributed.gradient_sums import GradientSum, rows_at
-from flashgen.distributed.gradient_sums import Tensors as Parts
-from flashgen.distributed.key_rows import KeyExchange, KeyRowLayout, RoundKeys, taken
-from flashgen.distributed.partial import Offsets, Partial, PartialRows
+from flashgen.distributed.key_rows import GradientSum, KeyExchange, KeyRowLayout, RoundKeys, rows_at, taken
+from flashgen.distributed.key_rows import Tensors as Parts
+from flashgen.distributed.partial import Offsets, Partial, Seen, as_declared
 from flashgen.distributed.rounds import Round, Rounds, RowSelection, Unit
-from flashgen.distributed.whole import as_declared
 from flashgen.op.call import Attended, Tensors
 from flashgen.op.tensor_kinds import with_memory
-from flashgen.op.values import layout_like, type_of_sums
+from flashgen.op.values import copied_to, layout_like, type_of_sums
 
 _rows = functools.partial(rows_at, dim=2)  # rows of [B, heads, n, …]
 
@@ -60,7 +58,7 @@ class _Forward:
         q, k, v = tensors[:3]
         self.exchange = KeyExchange(walk.plan, walk.group, k, v)
         self.closed = walk.partial.room(q, v)
-        self._seen: dict[int, PartialRows] = {}  # by the segments that several calls compute
+        self._seen: dict[int, Seen] = {}  # by the segments that several calls compute
 
     def run(self) -> list[RoundKeys | None]:
         """Compute all rounds; returns the keys of each.
@@ -103,9 +101,7 @@ class _Forward:
             if partial.op.spec.weights.sink is not None:
                 sink = partial.sink(own, v, partial.captured(self.tensors[3:]), self.walk.place(of.q_start, 0), None)
             found = partial.close(self._seen.get(n) or partial.begin(own, v), sink, (own, k, v))
-            for x, place in zip(found, _closed_at(self.closed, of.rows), strict=True):
-                if x is not None and place is not None:
-                    place.copy_(x)
+            copied_to(found, _closed_at(self.closed, of.rows))
 
 
 class _RingAttention(torch.autograd.Function):

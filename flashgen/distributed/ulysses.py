@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flashgen.distributed.blocks import Span
+from flashgen.distributed.blocks import Held, Span, length
 from flashgen.distributed.exchange import Group, all_to_all, once
-from flashgen.distributed.needed_keys import Held, length
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.checks import reads_key_heads
 

@@ -29,8 +29,8 @@ from flashgen.flash.rows import TYPES, Ragged, longest_argument, rows_of_cache, 
 from flashgen.op.appending import append
 from flashgen.op.cached import cache_of
 from flashgen.op.conversion import as_number, is_integral, require
-from flashgen.op.eight_bits import F8, factors_of, from_8_bits
-from flashgen.op.f8 import wide_type
+from flashgen.op.eight_bits import factors_of, from_8_bits, wide_type
+from flashgen.op.signature import F8
 
 
 class CachedByName(CommonOptions, total=False):

@@ -16,9 +16,9 @@ from torch import Tensor
 from flashgen.flash.options import CallSizes, Positional, plan_call, with_second_query
 from flashgen.op.cached import cache_of
 from flashgen.op.conversion import as_number, is_integral, require
-from flashgen.op.eight_bits import F8, factors_of, from_8_bits
-from flashgen.op.f8 import wide_type
+from flashgen.op.eight_bits import factors_of, from_8_bits, wide_type
 from flashgen.op.layer import LOWER_RIGHT, SQUARE
+from flashgen.op.signature import F8
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)  # that every op here is built for
 _SLOPES = 5  # among options by position

@@ -38,16 +38,15 @@ def providers(
         case "reference":
             return {}
         case "emulator":
-            from flashgen.hosts.emulator_machine import emulator_provider
+            from flashgen.hosts.emulated import emulator_provider
             from flashgen.targets.registry import GPUS
 
             return {"cpu": emulator_provider(spec, GPUS[target])}
         case "cpu":
             return {"cpu": cpu_provider(spec, texts, package)}
     from flashgen.hosts import cuda
-    from flashgen.hosts.cuda_machine import cuda_provider
 
-    own: Providers = {"cuda": cuda_provider(spec, package)}
+    own: Providers = {"cuda": cuda.cuda_provider(spec, package)}
     if backend == "cuda":
         return own
     return {"cpu": cpu_provider(spec, texts, package, warns=not cuda.is_there()), **own}

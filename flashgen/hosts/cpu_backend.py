@@ -37,8 +37,8 @@ from flashgen.targets.cpu.tiles import CpuPlan
 from flashgen.toolchains.cpp import Binary, CompileFailed, CompilerMissing, compile_sources, find_compiler
 
 if TYPE_CHECKING:
-    from flashgen.compiler.package.cpu import Library
     from flashgen.compiler.package.manifest import Manifest
+    from flashgen.compiler.package.opened import Library
 
     Brought = Mapping[HeadDim, Library]
 
@@ -66,7 +66,7 @@ def cpu_provider(
     except CompilerMissing as error:
         why = str(error)
         if package is not None and texts is not None:
-            from flashgen.compiler.package.cpu import NoLibrary, libraries
+            from flashgen.compiler.package.opened import NoLibrary, libraries
 
             try:
                 provider = CpuProvider(spec, texts, libraries(*package, spec))
@@ -136,16 +136,32 @@ class CpuProvider:
         """One dense call."""
         if call.kind is not DENSE:
             return None
-        head_dim = call.head_dim
-        choices = self.choices[head_dim]
+        choices = self.choices[call.head_dim]
         pins = choices.of_call(call.element, call.shape)
-        plan, symbol = self.plan(head_dim, pins), self.source(head_dim, pins).symbol
-        found = explain_cpu(name, choices.variant, self.device, call, plan, symbol, pins.reasons)
+        plan, symbol = self.plan(call.head_dim, pins), self.source(call.head_dim, pins).symbol
+        of_call = (self.device, call.element, call.shape)
+        told = functools.partial(_told, self.device, symbol, call.threads)
+        own, passes = with_mask_of_call(choices.variant, call), plan.of_call(*of_call)
+        timed = replace(self.device, cores=min(self.device.cores, call.threads))
+        found = []
+        for each_name, (products, tile) in passes.items():
+            predicted = cpu_cost.pass_time(own, products, each_name, tile, timed, call.shape)
+            found.append(with_prediction(told(each_name, products, tile), own, call, predicted))
+        titles = {products.of_pass(each) for each, (products, _) in passes.items()}
+        others = {products.of_pass(each) for products in Products for each in PASSES} - titles
+        why = [each for each in (*plan.reasons, *pins.reasons) if each.partition(": ")[0] not in others]
+        explained = replace(
+            call.explanation(name, "cpu", self.device.name, "cpu", found, why),
+            rejected=tuple(each for each in plan.rejected if each.pass_name in titles),
+        )
         if not any(self.takes_tangents):
-            return found
-        of_tangents = (compiled(each(choices.variant), self.target).plan for _, each in _TANGENTS.values())
-        forward, backward = (explain_jvp(self.device, call, plan, symbol) for plan in of_tangents)
-        return replace(found, jvp=forward, jvp_backward=backward)
+            return explained
+        # The kernel of forward mode, were the call's tangents asked for, and that of its backward pass.
+        of_tangents = (
+            compiled(each(choices.variant), self.target).plan.of_call(*of_call) for _, each in _TANGENTS.values()
+        )
+        forward, backward = (told(title, *of_pass) for each in of_tangents for title, of_pass in each.items())
+        return replace(explained, jvp=forward, jvp_backward=backward)
 
     def _kernels(self) -> Mapping[HeadDim, LibraryKernel]:
         """By head dimension. What is compiled is compiled when a call first needs it."""
@@ -190,37 +206,7 @@ class CpuProvider:
         return LibraryKernel(layout, functools.partial(self._find, head_dim, kind))
 
 
-def explain_cpu(
-    name: str,
-    variant: Variant,
-    device: Cpu,
-    call: ExplainedCall,
-    plan: CpuPlan,
-    symbol: str,
-    reasons: tuple[str, ...] = (),
-) -> Explanation:
-    """The call on the CPU at hand."""
-    own, threads = with_mask_of_call(variant, call), call.threads
-    timed = replace(device, cores=min(device.cores, threads))
-    found = []
-    passes = plan.of_call(device, call.element, call.shape)
-    for each_name, (products, tile) in passes.items():
-        predicted = cpu_cost.pass_time(own, products, each_name, tile, timed, call.shape)
-        found.append(with_prediction(_told(each_name, products, tile, device, symbol, threads), own, call, predicted))
-    titles = {products.of_pass(each) for each, (products, _) in passes.items()}
-    others = {products.of_pass(each) for products in Products for each in PASSES} - titles
-    why = [each for each in (*plan.reasons, *reasons) if each.partition(": ")[0] not in others]
-    told = call.explanation(name, "cpu", device.name, "cpu", found, why)
-    return replace(told, rejected=tuple(each for each in plan.rejected if each.pass_name in titles))
-
-
-def explain_jvp(device: Cpu, call: ExplainedCall, plan: CpuPlan, symbol: str) -> ExplainedPass:
-    """The kernel of forward mode, were the call's tangents asked for, or that of its backward pass."""
-    ((name, (products, tile)),) = plan.of_call(device, call.element, call.shape).items()
-    return _told(name, products, tile, device, symbol, call.threads)
-
-
-def _told(name: str, products: Products, tile: Tiles, device: Cpu, symbol: str, threads: int) -> ExplainedPass:
+def _told(device: Cpu, symbol: str, threads: int, name: str, products: Products, tile: Tiles) -> ExplainedPass:
     return ExplainedPass(
         name=name,
         Br=tile.Br,

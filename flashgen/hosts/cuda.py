@@ -1,8 +1,8 @@
 """Kernels on GPUs: CuPy loads a binary and launches it on PyTorch's current stream.
 
-In: cubins and the launches of their passes, the index of a device. Out: a ``Kernel``. All memory is PyTorch's,
-nothing waits for the device, and what a launch needs is found once a shape, so that calls can be captured in graphs and
-cost little. CuPy is imported when the first kernel is loaded, never before.
+In: cubins and the launches of their passes, the index of a device. Out: a ``Kernel``, and a ``Machine`` for which NVRTC
+compiles kernels. All memory is PyTorch's, nothing waits for the device, and what a launch needs is found once a shape,
+so that calls can be captured in graphs and cost little. CuPy is imported when the first kernel is loaded, never before.
 """
 
 from __future__ import annotations
@@ -11,21 +11,29 @@ import ctypes
 import functools
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from threading import Lock
+from typing import Any, NamedTuple
 
 import torch
 
-from flashgen.hosts import driver_maps
-from flashgen.hosts.counters import CounterPool, Counters, lasting
-from flashgen.hosts.gpu_kernel import GpuKernel
-from flashgen.hosts.kernel import Native, Prepared, Step, Values
+from flashgen.compiler.compiled import CompiledKernel, assembled
+from flashgen.hosts.cpu_backend import Package
+from flashgen.hosts.gpu_provider import GpuProvider
+from flashgen.hosts.kernel import ArgumentLayout, Native, Prepared, Step, Values
 from flashgen.hosts.lists import SharedLists
+from flashgen.hosts.machine import Find, GpuKernel, Machine, Made
 from flashgen.hosts.schedule import CallPart, DeviceSize
-from flashgen.hosts.tensor_maps import LaunchMaps, TensorMap, map_field, tensor_map
-from flashgen.kinds.kind import PassName
+from flashgen.hosts.tensor_maps import LaunchMaps, TensorMap, encode, entry_points, map_field, tensor_map
+from flashgen.ir.spec import AttentionSpec, HeadDim
+from flashgen.kinds.dense import DENSE
+from flashgen.kinds.kind import Kind, PassName
 from flashgen.kinds.operand import Operand
+from flashgen.plan.plan import CallKind
+from flashgen.targets.device_table import board_of
+from flashgen.targets.registry import target_of
 
 # Without asking for it a block gets this much shared memory; more is granted up to the device's limit.
 _PLAIN_SHARED_BYTES = 48 * 1024
@@ -35,64 +43,25 @@ class CudaMissing(RuntimeError):  # noqa: N818 - reads as what happened
     """Something that kernels on GPUs need is not there; the message says what to do about it."""
 
 
-class Driver(Protocol):
-    """What a kernel asks of one device."""
+class Written:
+    """Memory that is written once, and then read on any stream: a stream of its own fills it until an event."""
 
-    @property
-    def size(self) -> DeviceSize:
-        """What kernels are started for."""
-
-    def function(self, path: Path, name: str, shared_bytes: int) -> int:
-        """A kernel of a binary, allowed this much shared memory."""
-
-    def stream(self) -> int:
-        """PyTorch's current stream on the device."""
-
-    def clear(self, address: int, size: int, stream: int) -> None:
-        """Zero memory, in the order of the stream."""
-
-    def launch(self, function: int, grid: int, threads: int, shared_bytes: int, stream: int, arguments: int) -> None:
-        """Start a kernel, in the order of the stream. ``arguments`` points to the addresses of its parameters."""
-
-    def encode(self, tensor: TensorMap, address: int) -> bytes:
-        """What tensor copies are told of a tensor: 128 bytes."""
-
-    def is_capturing(self) -> bool:
-        """Whether the current stream's work goes into a graph, to be replayed later."""
-
-    def counters(self, size: int, stream: int) -> Counters:
-        """Memory of zeros for a launch on the current stream, which is this one, and leaves zeros. Nothing else that
-        may run at the same time has it.
-        """
-
-    def write_once(self, size: int, write: Callable[[int, int], None]) -> Written | None:
-        """Memory of this many bytes; ``write``, given its address and a stream, starts what fills it.
-
-        None where so much is not there.
-        """
-
-    def enter(self) -> Any:
-        """A context in which the device is the current one."""
-
-    def is_current(self) -> bool:
-        """Whether it is already."""
-
-    def entry_points(self) -> tuple[int, int, int, int] | None:
-        """The addresses of functions in C that launch, clear, encode, and tell the current stream; None: not known."""
-
-
-class Written(Protocol):
-    """Memory that is written once, and then read on any stream."""
-
-    @property
-    def address(self) -> int:
-        """Where it begins."""
+    def __init__(self, memory: torch.Tensor, event: Any) -> None:
+        self.address = memory.data_ptr()
+        self._memory, self._event = memory, event
+        self._joined: set[int] = set()
 
     def join(self, stream: int) -> None:
         """What the current stream, which is this one, does from now on sees it.
 
         What was started there when this object goes is done before the memory is used for anything else.
         """
+        if stream in self._joined:
+            return
+        current = torch.cuda.current_stream(self._memory.device)
+        current.wait_event(self._event)
+        self._memory.record_stream(current)  # when it is freed PyTorch waits for what was started there before
+        self._joined.add(stream)
 
 
 _Launch = tuple[int, int, int, int]  # function, grid, threads, bytes of shared memory
@@ -104,7 +73,7 @@ _Parameters = ctypes.c_char_p * 2
 class CudaKernel(GpuKernel[Written]):
     """One head dimension on one GPU. What ``find`` gives is held by a cubin."""
 
-    driver: Driver = field(kw_only=True)
+    driver: CupyDriver = field(kw_only=True)
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
         kernels, found = self.scheduled(name, values)
@@ -221,6 +190,7 @@ class CupyDriver:
         self._counters = CounterPool(index)
 
     def function(self, path: Path, name: str, shared_bytes: int) -> int:
+        """A kernel of a binary, allowed this much shared memory."""
         with self.enter():
             kernel = self._kernels.get((path, name))
             if kernel is None:
@@ -232,57 +202,55 @@ class CupyDriver:
             return address
 
     def stream(self) -> int:
+        """PyTorch's current stream on the device."""
         return self._stream(self._index)
 
     def clear(self, address: int, size: int, stream: int) -> None:
+        """Zero memory, in the order of the stream."""
         self._runtime.memsetAsync(address, 0, size, stream)
 
     def launch(self, function: int, grid: int, threads: int, shared_bytes: int, stream: int, arguments: int) -> None:
+        """Start a kernel, in the order of the stream. ``arguments`` points to the addresses of its parameters."""
         self._driver.launchKernel(function, grid, 1, 1, threads, 1, 1, shared_bytes, stream, arguments, 0)
 
     def counters(self, size: int, stream: int) -> Counters:
+        """Memory of zeros for a launch on the current stream, which is this one, and leaves zeros. Nothing else that
+        may run at the same time has it.
+        """
         return self._counters.find(size, stream, captures=self.is_capturing())
 
     def encode(self, tensor: TensorMap, address: int) -> bytes:
-        return driver_maps.encode(tensor, address)
+        """What tensor copies are told of a tensor: 128 bytes."""
+        return encode(tensor, address)
 
     def is_capturing(self) -> bool:
+        """Whether the current stream's work goes into a graph, to be replayed later."""
         return torch.cuda.is_current_stream_capturing()
 
     def write_once(self, size: int, write: Callable[[int, int], None]) -> Written | None:
+        """Memory of this many bytes; ``write``, given its address and a stream, starts what fills it.
+
+        None where so much is not there.
+        """
         stream = self._beside = self._beside or torch.cuda.Stream(self._index)  # type: ignore[no-untyped-call]
         try:
             memory = lasting(size, stream)
         except torch.OutOfMemoryError:
             return None
         write(memory.data_ptr(), stream.cuda_stream)
-        return _WrittenBeside(memory, stream.record_event())
+        return Written(memory, stream.record_event())
 
     def enter(self) -> Any:
+        """A context in which the device is the current one."""
         return torch.cuda.device(self._index)
 
     def is_current(self) -> bool:
+        """Whether it is already."""
         return self._current() == self._index
 
     def entry_points(self) -> tuple[int, int, int, int] | None:
-        return driver_maps.entry_points()
-
-
-class _WrittenBeside:
-    """A tensor that a stream of its own fills until an event, so that no other one is the first that it waits for."""
-
-    def __init__(self, memory: torch.Tensor, event: Any) -> None:
-        self.address = memory.data_ptr()
-        self._memory, self._event = memory, event
-        self._joined: set[int] = set()
-
-    def join(self, stream: int) -> None:
-        if stream in self._joined:
-            return
-        current = torch.cuda.current_stream(self._memory.device)
-        current.wait_event(self._event)
-        self._memory.record_stream(current)  # when it is freed PyTorch waits for what was started there before
-        self._joined.add(stream)
+        """The addresses of functions in C that launch, clear, encode, and tell the current stream; None: not known."""
+        return entry_points()
 
 
 def import_cupy() -> Any:
@@ -334,3 +302,104 @@ def describe_device(index: int) -> tuple[str, int, int]:
     properties = torch.cuda.get_device_properties(index)
     shared_bytes = getattr(properties, "shared_memory_per_block_optin", _PLAIN_SHARED_BYTES)
     return properties.name, 10 * properties.major + properties.minor, shared_bytes
+
+
+_CHUNK_BYTES = 1 << 20  # of zeros that are made at a time
+_ALIGNMENT = 256
+
+
+class Counters(NamedTuple):
+    """Zeros on a device; ``memory`` is held until the launch has been started."""
+
+    address: int
+    bytes: int
+    memory: torch.Tensor
+
+
+class CounterPool:
+    """The counters of a device: zeros before each launch and after it, so that none has to be cleared.
+
+    Launches of one stream run one after another, and share counters. A launch in a graph keeps its own counters for
+    good: the graph may be replayed beside any other launch.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._lock = Lock()
+        self._chunk: torch.Tensor | None = None
+        self._chunks: list[torch.Tensor] = []  # graphs may be replayed as long as the process lives
+        self._taken = 0  # bytes of the chunk
+        self._of_streams: dict[int, Counters] = {}
+
+    def find(self, size: int, stream: int, *, captures: bool) -> Counters:
+        """Zeros for a launch on the current stream, given as ``stream``; ``captures``: the launch goes into a graph."""
+        found = None if captures else self._of_streams.get(stream)
+        if found is not None and found.bytes >= size:
+            return found
+        with self._lock:
+            found = self._take(-(-size // _ALIGNMENT) * _ALIGNMENT, captures=captures)
+            if not captures:
+                self._of_streams[stream] = found
+            return found
+
+    def _take(self, size: int, *, captures: bool) -> Counters:
+        if captures and (self._chunk is None or self._taken + size > self._chunk.numel()):
+            zeros = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{self._index}")  # by the graph, at each replay
+            return Counters(zeros.data_ptr(), size, zeros)
+        # Graphs take what is left of a chunk while nothing can be made: half of it is kept for them.
+        if self._chunk is None or (not captures and self._taken + size > self._chunk.numel() // 2):
+            stream = torch.cuda.Stream(self._index)  # type: ignore[no-untyped-call]
+            memory = lasting(max(_CHUNK_BYTES, 2 * size), stream)
+            with torch.cuda.stream(stream):
+                memory.zero_()
+            stream.synchronize()  # once in thousands of calls
+            self._chunk, self._taken = memory, 0
+            self._chunks.append(memory)
+        address = self._chunk.data_ptr() + self._taken
+        self._taken += size
+        return Counters(address, size, self._chunk)
+
+
+def lasting(size: int, stream: Any) -> torch.Tensor:
+    """Memory for longer than a call, of the stream.
+
+    It is asked for in a thread of its own: where PyTorch warms up a graph, a thread's memory is that of the graph, in
+    which nothing may stay.
+    """
+
+    def ask() -> torch.Tensor:
+        with torch.cuda.stream(stream):
+            return torch.empty(size, dtype=torch.uint8, device=stream.device)
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(ask).result()
+
+
+@dataclass(frozen=True, eq=False)
+class CudaMachine(Machine):
+    """One GPU, and its driver."""
+
+    driver: CupyDriver
+    backend = "cuda"
+
+    def make(self, kernel: CompiledKernel[Any, Any], calls: CallKind) -> Made[Path]:
+        (made,) = assembled([kernel], calls)
+        (binary,) = made.binary.parts.values()
+        return Made(made.kernel.plan, made.kernel.source, lambda _: binary.path, binary.kernels)
+
+    def kernel(self, layout: ArgumentLayout, head_dim: HeadDim, find: Find) -> CudaKernel:
+        return CudaKernel(layout, head_dim, find, self.size, driver=self.driver)
+
+
+def cuda_provider(spec: AttentionSpec, package: Package | None = None, kind: Kind = DENSE) -> GpuProvider:
+    """The kernels of a spec for CUDA tensors."""
+    at = functools.cache(_machine)
+    return GpuProvider(spec, lambda index: at(current_device() if index is None else index), kind=kind, package=package)
+
+
+def _machine(index: int) -> CudaMachine:
+    driver = CupyDriver(index)
+    name, *figures = describe_device(index)
+    target, size = target_of(name, *figures), driver.size
+    gpu = replace(board_of(target, name), product=name, sms=size.multiprocessors, l2_bytes=size.cache_bytes)
+    return CudaMachine(name, target, gpu, size, driver)

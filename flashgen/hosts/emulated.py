@@ -3,7 +3,7 @@
 In: programs of the emulator and the launches of their passes. Out: a ``Kernel``. Tensors are copied into memory of
 their own for each pass, far apart and at the same place within 128 bytes, so that an access outside of one is seen and
 an unaligned one stays so; what the kernels wrote is copied back. Lists of visits are made for calls of any size, so
-that every call tests them. ``recording`` collects what the emulator counted.
+that every call tests them. ``recording`` collects what the emulator counted. The emulator of a GPU is a ``Machine``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import ctypes
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,13 +20,17 @@ from functools import partial
 from typing import Any
 
 from flashgen.analysis.variant import Variant
-from flashgen.hosts.emulator import DeviceMemory, EmulatorError, FaultKind, Program, Report
-from flashgen.hosts.gpu_kernel import GpuKernel
+from flashgen.compiler.compiled import CompiledKernel
+from flashgen.compiler.tile_choices import TileChoices
+from flashgen.hosts.emulator import DeviceMemory, EmulatorError, FaultKind, Program, Report, compile_program
+from flashgen.hosts.gpu_provider import GpuProvider
 from flashgen.hosts.kernel import ArgumentLayout, Prepared, Step, Values
 from flashgen.hosts.lists import ListCache, SharedLists
+from flashgen.hosts.machine import Find, GpuKernel, Machine, Made
 from flashgen.hosts.schedule import CallPart, Compiled, DeviceSize
 from flashgen.hosts.tensor_maps import PARAMETER_ALIGNMENT, emulated, map_bytes, map_field, tensor_map
-from flashgen.ir.spec import HeadDim
+from flashgen.ir.shape import Shape
+from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.kinds.cached import FACTORS, PLACES, SPLITS
 from flashgen.kinds.dense import OPERANDS
 from flashgen.kinds.kind import PassName
@@ -41,6 +46,10 @@ from flashgen.plan.arguments import (
     tensor_field,
 )
 from flashgen.plan.launches import PassLaunches
+from flashgen.plan.plan import CallKind
+from flashgen.store.cache import Cache
+from flashgen.targets.device_table import product_of
+from flashgen.targets.gpu.target import GpuTarget
 
 # Small, so that persistent blocks take turns, and few heads make a group.
 SIZE = DeviceSize(multiprocessors=2, cache_bytes=1 << 17)
@@ -296,3 +305,44 @@ def _dimensions(captured: str, known: Mapping[str, int]) -> tuple[int, ...]:
     while dimension_field(captured, len(found)) in known:
         found.append(known[dimension_field(captured, len(found))])
     return tuple(found)
+
+
+@dataclass(frozen=True, eq=False)
+class EmulatorMachine(Machine):
+    """A GPU of a target, imitated. Libraries go to ``cache`` (None: the user's).
+
+    Calls there are short, and the kernels of long sequences are what has to be tested: every call takes the tiles of a
+    call of the shape ``sized``, as a GPU does there; without one the planner's own.
+    """
+
+    cache: Cache | None
+    sized: Shape | None
+    backend = "emulator"
+
+    def choices(self, variant: Variant) -> TileChoices[Any, Any]:
+        return TileChoices(variant, self.gpu)
+
+    def shape_of(self, shape: Shape | None) -> Shape | None:  # noqa: ARG002 - a Machine's
+        return self.sized
+
+    def make(self, kernel: CompiledKernel[Any, Any], calls: CallKind) -> Made[Program]:  # noqa: ARG002 - of any
+        """The host's compiler takes a second for each kernel, so that it compiles those that are started."""
+        source = kernel.source
+
+        @functools.cache
+        def program(kernels: frozenset[str]) -> Program:
+            return compile_program(source.text, name=source.name, cache=self.cache, kernels=kernels)
+
+        return Made(kernel.plan, source, program)
+
+    def kernel(self, layout: ArgumentLayout, head_dim: HeadDim, find: Find) -> EmulatedKernel:
+        return EmulatedKernel(layout, head_dim, find)
+
+
+def emulator_provider(
+    spec: AttentionSpec, target: GpuTarget, *, cache: Cache | None = None, sized: Shape | None = None
+) -> GpuProvider:
+    """The kernels of a spec under the emulator of a target."""
+    gpu = product_of(target)
+    machine = EmulatorMachine(f"emulated {gpu.product}", target, gpu, SIZE, cache, sized)
+    return GpuProvider(spec, lambda _: machine)

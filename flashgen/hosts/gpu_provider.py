@@ -14,14 +14,16 @@ from typing import Any, ClassVar
 
 from flashgen.analysis.variant import Variant
 from flashgen.compiler.compiled import compiled
-from flashgen.compiler.package.gpu import Packaged, packaged
+from flashgen.compiler.package.opened import Packaged, packaged
 from flashgen.compiler.tile_choices import TileChoices
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts.cpu_backend import Package
-from flashgen.hosts.explain_gpu import GpuPass, explain_cache, explain_gpu
 from flashgen.hosts.explained_call import ExplainedCall
 from flashgen.hosts.gpu_calls import (
     GPU_TANGENTS,
+    GpuPass,
+    explain_cache,
+    explain_gpu,
     has_kernels,
     kernel_variant,
     kind_of,

@@ -6,11 +6,12 @@ In: the fields of ``struct Arguments``. Out: the layout of their bytes, and what
 
 from __future__ import annotations
 
+import abc
 import itertools
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
@@ -140,53 +141,47 @@ class Stored:
 ADDED = Stored(frozenset(), frozenset())  # none: all are added to
 
 
-class Kernel(Protocol):
-    """Forward and backward of one spec at one head dimension, on one device."""
+@dataclass(frozen=True)
+class Kernel(abc.ABC):
+    """Forward and backward of one spec at one head dimension, on one device.
 
-    @property
-    def layout(self) -> ArgumentLayout:
-        """How values of fields become ``struct Arguments``."""
+    ``layout`` says how values of fields become ``struct Arguments``, ``elements`` are the codes of the element types
+    that it takes. ``other`` gives the kernel of another kind of calls of the same spec. ``writes_parts``: forward
+    passes write lse_parts; else these are zero, as rows go another, faster way. q, k, v and d_o may start at multiples
+    of ``row_alignment`` bytes. ``moves``: a backward pass of forward mode gives the gradients of tangents, too.
+    ``needs_lse``: forward passes of kinds with a backward pass write lse, though nobody asks for it. ``shares_lists``:
+    passes over caches read what a query selects once for all heads that share its list. ``stores``: pairs may store
+    gradients (``stored_field``) where results need not repeat.
+    """
 
-    @property
-    def row_alignment(self) -> int:
-        """Where q, k, v and d_o may start: at multiples of this many bytes."""
+    layout: ArgumentLayout
+    _: KW_ONLY
+    other: Callable[[Kind], Kernel | None] = lambda _: None
+    elements: tuple[int, ...] = (0, 1, 2)
+    writes_parts: bool = True
 
-    @property
-    def elements(self) -> tuple[int, ...]:
-        """The codes of the element types that it takes."""
-
-    @property
-    def moves(self) -> bool:
-        """Whether a backward pass of forward mode gives the gradients of tangents, too."""
-
-    @property
-    def needs_lse(self) -> bool:
-        """Whether forward passes of kinds with a backward pass write lse, though nobody asks for it."""
-
-    @property
-    def writes_parts(self) -> bool:
-        """Whether forward passes write lse_parts; else these are zero, as rows go another, faster way."""
-
-    @property
-    def shares_lists(self) -> bool:
-        """Whether passes over caches read what a query selects once for all heads that share its list."""
+    row_alignment: ClassVar[int]
+    moves: ClassVar[bool]
+    needs_lse: ClassVar[bool]
+    shares_lists: ClassVar[bool]
+    stores: ClassVar[bool]
 
     def of(self, kind: Kind) -> Kernel | None:
         """The kernel of another kind of calls of the same spec; None: there is none such."""
+        return self.other(kind)
 
-    @property
-    def stores(self) -> bool:
-        """Whether pairs may store gradients (``stored_field``) where results need not repeat."""
-
-    def stored_whole(self, fixed: Values) -> frozenset[str]:
+    def stored_whole(self, fixed: Values) -> frozenset[str]:  # noqa: ARG002 - subclasses read it
         """The captured tensors whose gradients are stored in every element, with these values of fixed fields.
 
         Among them are tensors that batch entries add to in turn. Gradients of all other tensors are added up.
         """
+        return frozenset()
 
+    @abc.abstractmethod
     def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:
         """Whether q, k, v or d_o can be read where they are, or have to be copied."""
 
+    @abc.abstractmethod
     def prepare(self, name: PassName, values: Values) -> Prepared:
         """A pass for every call whose values differ from ``values``, those of all fields, in varying fields alone.
 
@@ -197,11 +192,6 @@ class Kernel(Protocol):
 
 class NoSuchPassError(Exception):
     """A library has no such pass, as the version that it was made by knew of none."""
-
-
-def no_other(kind: Kind) -> Kernel | None:  # noqa: ARG001 - a Kernel's
-    """For a kernel without kernels of other kinds."""
-    return None
 
 
 # Gives the kernel of a head dimension on the device with an index, None where the reference stands in. Each type of

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flashgen.hosts.kernel import ArgumentLayout, Kernel, Native, NoSuchPassError, Prepared, Values, no_other
+from flashgen.hosts.kernel import ArgumentLayout, Kernel, Native, NoSuchPassError, Prepared, Values
 from flashgen.kinds.kind import Kind, PassName
 from flashgen.kinds.operand import Field
 from flashgen.plan.arguments import fields_of_kind, table_field
@@ -28,28 +28,23 @@ Find = Callable[[str, Mapping[str, float]], Functions]
 
 
 @dataclass(frozen=True)
-class LibraryKernel:
+class LibraryKernel(Kernel):
     """Functions of shared libraries, which ``find`` gives. Each takes the packed arguments.
 
     Those of ragged batches and caches take ``struct Ragged``, too: of such a kind of call ``dense`` is the layout of a
     dense one, and ``layout`` that of the kind.
     """
 
-    layout: ArgumentLayout
     find: Find
-    row_alignment: int = 1
     dense: ArgumentLayout | None = None
-    other: Callable[[Kind], Kernel | None] = no_other
-    stores: bool = False
-    elements: tuple[int, ...] = (0, 1, 2)
-    moves: bool = True
-    needs_lse: bool = False
-    writes_parts: bool = True
-    shares_lists: bool = False
+
+    row_alignment = 1
+    stores = needs_lse = shares_lists = False
+    moves = True
 
     def of(self, kind: Kind) -> Kernel | None:
         """Ragged batches and caches are other functions of the same library."""
-        return self._over_sequences(kind) if kind.by_sequence else self.other(kind)
+        return self._over_sequences(kind) if kind.by_sequence else super().of(kind)
 
     @functools.cached_property
     def _over_sequences(self) -> Callable[[Kind], LibraryKernel]:
@@ -65,17 +60,41 @@ class LibraryKernel:
         found = functions_of(path, symbol, (only,) if only else ())
         return cls(ArgumentLayout(fields), (lambda _, values: found(only, values)) if only else found)
 
-    def stored_whole(self, fixed: Values) -> frozenset[str]:  # noqa: ARG002 - a Kernel's
-        """None: blocks add what they have."""
-        return frozenset()
-
-    def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:  # noqa: ARG002 - see above
+    def reads(self, shape: Sequence[int], strides: Sequence[int], element_bytes: int) -> bool:  # noqa: ARG002 - a Kernel's
         return shape[-1] < 2 or strides[-1] == 1
 
     def prepare(self, name: PassName, values: Values) -> Prepared:
         if self.dense is not None:
-            return _over_sequences(self.find, self.dense, self.layout, name, values)
-        return _prepared(self.layout, *self.find(name, self.layout.named(values)), values)
+            return self._prepare_sequences(self.dense, name, values)
+        layout, (call, workspace) = self.layout, self.find(name, self.layout.named(values))
+        pack, whole = layout.pack_varying, layout.pack(*values)
+        size, fixed, nothing = workspace(whole), _fixed(layout, whole), (0,) * layout.varying
+
+        def native() -> Native:
+            return Native(size, pack(*nothing) + fixed, ctypes.cast(call, ctypes.c_void_p).value or 0)  # type: ignore[arg-type]
+
+        return Prepared(size, lambda varying: call(pack(*varying) + fixed), None if layout.params is None else native)
+
+    def _prepare_sequences(self, own: ArgumentLayout, name: PassName, values: Values) -> Prepared:
+        """A pass of a kind with this layout. Each call has its own: bytes of workspace follow from its lengths."""
+        varying = self.layout.varying
+        of_dense = (*values[: own.varying], *values[varying : varying + len(own.fields) - own.varying])
+        run, workspace = self.find(f"ragged_{name}", own.named(of_dense))
+        pack, fixed = own.pack_varying, _fixed(own, own.pack(*of_dense))
+        ragged_of, table = _Ragged.of_call(self.layout, values), self.layout.slots.get(table_field(_THRESHOLD))
+
+        def by_values(given: Values) -> Prepared:
+            ragged, leading = ragged_of(given), list(given[: own.varying])
+            if table is not None and given[table]:  # of each sequence
+                leading[own.slots[_THRESHOLD]] = 0
+
+            def start(filled: Values) -> object:
+                leading[0] = filled[0]
+                return run(pack(*leading) + fixed, ragged)
+
+            return Prepared(workspace(pack(*leading) + fixed, ragged), start)
+
+        return Prepared(0, lambda given: by_values(given).run(given), by_values=by_values)
 
 
 _THRESHOLD = "dropout_threshold"
@@ -115,29 +134,6 @@ class _Ragged:
         return self.pack(*[known[slot] or other for slot, other in self.members])
 
 
-def _over_sequences(
-    find: Find, own: ArgumentLayout, layout: ArgumentLayout, name: PassName, values: Values
-) -> Prepared:
-    """A pass of a kind with this layout. Each call has its own: bytes of workspace follow from its lengths."""
-    of_dense = (*values[: own.varying], *values[layout.varying : layout.varying + len(own.fields) - own.varying])
-    run, workspace = find(f"ragged_{name}", own.named(of_dense))
-    pack, fixed = own.pack_varying, _fixed(own, own.pack(*of_dense))
-    ragged_of, table = _Ragged.of_call(layout, values), layout.slots.get(table_field(_THRESHOLD))
-
-    def by_values(given: Values) -> Prepared:
-        ragged, leading = ragged_of(given), list(given[: own.varying])
-        if table is not None and given[table]:  # of each sequence
-            leading[own.slots[_THRESHOLD]] = 0
-
-        def start(filled: Values) -> object:
-            leading[0] = filled[0]
-            return run(pack(*leading) + fixed, ragged)
-
-        return Prepared(workspace(pack(*leading) + fixed, ragged), start)
-
-    return Prepared(0, lambda given: by_values(given).run(given), by_values=by_values)
-
-
 def functions_of(path: Path, symbol: str, names: Iterable[str] = ()) -> Find:
     """The functions ``symbol_forward``, ``symbol_backward``, or of other names, and their ``_workspace`` companions.
 
@@ -174,16 +170,3 @@ def _function(library: ctypes.CDLL, path: Path, name: str) -> Any:
 def _fixed(layout: ArgumentLayout, whole: bytes) -> bytes:
     """The bytes of the fixed values, behind those that vary."""
     return whole[len(layout.pack_varying(*(0,) * layout.varying)) :]
-
-
-def _prepared(
-    layout: ArgumentLayout, call: Callable[[bytes], object], workspace: Callable[[bytes], int], values: Values
-) -> Prepared:
-    """A pass of packed arguments, whose values are fixed but for those that vary."""
-    pack, whole = layout.pack_varying, layout.pack(*values)
-    size, fixed, nothing = workspace(whole), _fixed(layout, whole), (0,) * layout.varying
-
-    def native() -> Native:
-        return Native(size, pack(*nothing) + fixed, ctypes.cast(call, ctypes.c_void_p).value or 0)  # type: ignore[arg-type]
-
-    return Prepared(size, lambda varying: call(pack(*varying) + fixed), None if layout.params is None else native)

@@ -2,7 +2,8 @@
 
 In: a ``Box`` of a launch (``plan/launches.py``) and the values of ``struct Arguments``. Out: a ``TensorMap``, and its
 bytes for a kernel: ``struct TensorMap`` of ``templates/include/flashgen/tensor_copies.cuh``, of which the first 128 are
-the driver's (``driver_maps.py``) or the emulator's. Nothing here imports torch.
+the driver's or the emulator's. The driver encodes by ``cuTensorMapEncodeTiled``, which neither CuPy nor torch binds;
+source: CUDA driver API, "Tensor Map Object Management". Nothing here imports torch.
 
 A tensor [B, H, N, D] of any strides becomes one of three dimensions: elements of a row, rows, and slabs. Slabs are as
 far apart as the greatest common divisor of the strides of B and H says, so that a head is found at
@@ -17,12 +18,15 @@ and addresses are numbers modulo that.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import itertools
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Any
 
 from flashgen.hosts.kernel import Values
 from flashgen.ir.spec import HeadDim
@@ -196,3 +200,78 @@ def emulated(tensor: TensorMap, address: int) -> bytes:
     more = _DIMENSIONS - len(tensor.extents)
     extents, strides = (*tensor.extents, *(1,) * more), (*tensor.strides, *(0,) * more)
     return _EMULATED.pack(address, *extents, *strides, *tensor.box, tensor.element_bytes)
+
+
+_LIBRARY = "libcuda.so.1"
+_INTERLEAVE_NONE, _PROMOTE_L2_128B, _FILL_ZEROS = 0, 2, 0
+
+
+class TensorMapRefused(RuntimeError):  # noqa: N818 - reads as what happened
+    """The driver describes no tensors to tensor copies, or not this one; the message says what to do about it."""
+
+
+def encode(tensor: TensorMap, address: int, library: str = _LIBRARY) -> bytes:
+    """The driver's description of a tensor at this address. Raises ``TensorMapRefused``."""
+    memory = ctypes.create_string_buffer(WORD_BYTES + PARAMETER_ALIGNMENT)
+    shift = -ctypes.addressof(memory) % PARAMETER_ALIGNMENT
+    count = len(tensor.extents)
+    sizes, boxes = ctypes.c_uint64 * count, ctypes.c_uint32 * count
+    error = _function(library)(
+        ctypes.addressof(memory) + shift,
+        tensor.element_code,
+        count,
+        address,
+        sizes(*tensor.extents),
+        (ctypes.c_uint64 * (count - 1))(*tensor.strides),
+        boxes(*tensor.box, *(1,) * (count - 2)),
+        boxes(*(1,) * count),
+        _INTERLEAVE_NONE,
+        tensor.swizzle_code,
+        _PROMOTE_L2_128B,
+        _FILL_ZEROS,
+    )
+    if error:
+        width, length, slabs = tensor.extents[:3]
+        raise TensorMapRefused(
+            f"the driver cannot describe '{tensor.tensor}' to tensor copies (CUDA error {error}): {slabs} x {length} "
+            f"rows of {width} elements at address {address:#x}, {tensor.strides[1]} and {tensor.strides[0]} bytes "
+            "apart; make the tensor contiguous"
+        )
+    return memory.raw[shift : shift + WORD_BYTES]
+
+
+@functools.cache
+def entry_points() -> tuple[int, int, int, int] | None:
+    """The addresses of the driver's functions that launch a kernel, clear memory and encode maps, and of torch's
+    function that tells the current stream of a device; None where one is missing.
+    """
+    try:
+        driver, own = ctypes.CDLL(_LIBRARY), ctypes.CDLL("libtorch_cuda.so")
+        found = (
+            driver.cuLaunchKernel,
+            driver.cuMemsetD8Async,
+            driver.cuTensorMapEncodeTiled,
+            own.aoti_torch_get_current_cuda_stream,
+        )
+    except (OSError, AttributeError):
+        return None
+    launch, clear, encode, stream = (ctypes.cast(each, ctypes.c_void_p).value or 0 for each in found)
+    return launch, clear, encode, stream
+
+
+@functools.cache
+def _function(library: str) -> Any:
+    try:
+        found = ctypes.CDLL(library).cuTensorMapEncodeTiled
+    except (OSError, AttributeError) as error:
+        raise TensorMapRefused(
+            f"kernels for sm_90a need cuTensorMapEncodeTiled of the driver, which cannot be used ({error}); "
+            "install a driver for CUDA 12 or later"
+        ) from None
+    found.argtypes = [
+        ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64),
+        ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint32),
+        ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int,
+    ]  # fmt: skip
+    found.restype = ctypes.c_int
+    return found

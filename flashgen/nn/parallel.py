@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from flashgen.nn.attention import Attention
-from flashgen.op.dtensor_captured import indexed
+from flashgen.op.dtensor_spread import indexed
 
 
 class HeadParallel(ParallelStyle):

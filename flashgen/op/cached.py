@@ -21,11 +21,11 @@ from torch import Tensor
 
 from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.cached import CACHED
-from flashgen.op.call import CallChecker, Rest, Tensors
+from flashgen.op.call import CallChecker, KindCall, OneProblem, Rest, Tensors
 from flashgen.op.checks import match
-from flashgen.op.conversion import as_number, is_integral, saturated, saturated_number
-from flashgen.op.eight_bits import F8, factors_of, from_8_bits
-from flashgen.op.kind_call import KindCall, OneProblem
+from flashgen.op.conversion import as_number, check_device, is_integral, saturated, saturated_number
+from flashgen.op.eight_bits import factors_of, from_8_bits
+from flashgen.op.signature import F8
 from flashgen.op.tensor_kinds import is_plain
 from flashgen.reference import tiled
 from flashgen.reference.programs import Place
@@ -176,8 +176,7 @@ def _check_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
             raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
         if x.dim() != 4:
             raise ValueError(f"'{name}' has shape {list(x.shape)}; {form} is expected")
-        if x.device != q.device:
-            raise ValueError(f"'{name}' is on {x.device}, but 'q' is on {q.device}")
+        check_device(f"'{name}'", x, q.device)
     if k_cache.shape[3] != q.shape[3] or v_cache.shape[:3] != k_cache.shape[:3]:  # of which one raises
         match("k_cache", k_cache, 3, q.shape[3], "the head dimension of q")
         for axis, what in enumerate(("entries or pages", "heads", "rows")):
@@ -219,8 +218,7 @@ def _numbers(name: str, x: object, shape: tuple[int | None, ...], q: Tensor) -> 
         raise TypeError(f"'{name}' is {x.dtype}; {_form(shape)} is expected")
     if x.dim() != len(shape) or x.shape[0] != shape[0]:
         raise ValueError(f"'{name}' has shape {list(x.shape)}; {_form(shape)} is expected")
-    if x.device != q.device:
-        raise ValueError(f"'{name}' is on {x.device}, but 'q' is on {q.device}")
+    check_device(f"'{name}'", x, q.device)
     return (x if x.dtype is torch.int32 else saturated(x)).contiguous()
 
 

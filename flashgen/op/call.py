@@ -1,14 +1,14 @@
 """Checks a call, once for each combination of shapes, and keeps what follows from them.
 
 In: the tensors of a call and its offsets. Out: a ``Call``: the shard, the sizes, the defaults of params,
-the part of ``struct Arguments`` that shapes and strides determine. Errors name the argument, what was
-expected and what came.
+the part of ``struct Arguments`` that shapes and strides determine; a ``KindCall``, as an engine runs it. Errors name
+the argument, what was expected and what came.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,17 +22,17 @@ from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.kind import Kind
-from flashgen.op.checks import CHECKS, Checks, check_captured_type
+from flashgen.op.checks import CHECKS, Checks, Indices, check_captured_type
 from flashgen.op.conversion import Offsets, check_scalar
-from flashgen.op.eight_bits import F8
-from flashgen.op.indices import Indices
 from flashgen.op.lengths import LengthChecks
 from flashgen.op.selected import read_by_kernels
-from flashgen.op.signature import ELEMENTS, TORCH_DTYPES, dtype_of, kind
+from flashgen.op.signature import ELEMENTS, F8, TORCH_DTYPES, dtype_of, kind
 from flashgen.op.tensor_kinds import NoMemoryError
 from flashgen.op.values import Layout, by_axis, layout_like, packed_layout, type_of_sums
 from flashgen.plan.arguments import dimension_field, stride_field
+from flashgen.reference import tiled
 from flashgen.reference.dense import drop_probability, param_values
+from flashgen.reference.programs import Place
 from flashgen.reference.shard import Shard
 
 # The first arguments of the operators: q, k, v, captured tensors, params, seed and dropout_p, and those of the kind.
@@ -384,3 +384,45 @@ def fixed_values(
             known[stride_field(declared.name, axis)] = stride
             known[dimension_field(declared.name, axis)] = length
     return known
+
+
+# Gives the view that one problem has of a tensor of the call, by the tensor's place.
+View = Callable[[Place, Any], Any]
+# A dense problem of a call: the number of its sequence, its shard, q, k and v, and its view.
+OneProblem = tuple[int, Shard, Tensors, View]
+
+
+@dataclass(frozen=True)
+class KindCall:
+    """A checked call, the tensors of a dense one, and its last arguments; ``ragged.py``, ``cached.py`` and
+    ``eight_bits.py`` make those of their kinds. ``pointers`` are the values of the kind's pointer fields.
+    """
+
+    call: Call
+    tensors: Tensors
+    rest: Rest
+    pointers: list[int]
+
+    @property
+    def pairs(self) -> Sequence[tuple[int, int]]:
+        """The lengths of each sequence, of queries and of keys, where the host knows them."""
+        return ()
+
+    def problems(self, spec: AttentionSpec) -> Iterator[OneProblem]:
+        """The problems whose results are not zero: one, or one for each sequence."""
+        if not tiled.gives_nothing(spec, self.call.shard):
+            yield 0, self.call.shard, self.tensors, _all_of
+
+    def widened(self, dtypes: Sequence[torch.dtype]) -> Tensors | None:  # noqa: ARG002 - subclasses read it
+        """Tensors in one of these types for a dense call where no kernel takes 8 bits; None for other kinds."""
+        return None
+
+    def finish(self, o: Tensor, lse: Tensor | None) -> None:
+        """Write the rows of o and lse that kernels leave out."""
+
+    def finish_gradients(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
+        """Write the rows of gradients that kernels leave out."""
+
+
+def _all_of(_place: Place, x: Any) -> Any:
+    return x

@@ -1,4 +1,4 @@
-"""Checks of calls, by kind: the shapes of q, k, v and captured tensors, and their types.
+"""Checks of calls, by kind: the shapes of q, k, v and captured tensors, their types, and indices of captured tensors.
 
 In: tensors and numbers of a call, by its kind. Out: its shard, the sizes that the spec reads, and values of fields that
 follow. ``ValueError`` and ``TypeError`` name the argument, what was expected and what came. ``call.py`` reads
@@ -10,20 +10,22 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashgen.analysis.bounds import IndexProof, IndexStatus, prove_indices
+from flashgen.analysis.index_checks import check_index
 from flashgen.ir.expr import Expr, index, literal, size, substitute, walk
-from flashgen.ir.spec import AttentionSpec, CapturedTensor
+from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
 from flashgen.ir.text import text
 from flashgen.kinds.cached import CACHED
 from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.kinds.ragged import RAGGED
 from flashgen.op.conversion import Offsets, check_device
-from flashgen.op.eight_bits import F8
-from flashgen.op.signature import ELEMENTS, TORCH_DTYPES
+from flashgen.op.signature import ELEMENTS, F8, TORCH_DTYPES
 from flashgen.reference.dense import constant_number
 from flashgen.reference.shard import Shard
 
@@ -222,3 +224,49 @@ CHECKS: Mapping[str, Checks] = {
     CACHED.name: Checks(check_cached, _over_cache, _sizes_of_cache, keys_and_values=("k_cache", "v_cache")),
     EIGHT_BITS.name: Checks(of_one_type=_of_8_bits),
 }
+
+
+_MOST_REMEMBERED = 512
+
+
+class Indices:
+    """The indices of a spec that are proved for the sizes of each call, and for the values of its params."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self._spec = spec
+        self._proofs: dict[HeadDim, tuple[IndexProof, ...]] = {}
+        self._asking: dict[HeadDim, bool] = {}
+        self._checked: set[object] = set()
+
+    def of(self, head_dim: HeadDim) -> tuple[IndexProof, ...]:
+        """Their proofs."""
+        if not self._spec.tensors:
+            return ()
+        if head_dim not in self._proofs:
+            proofs = prove_indices(self._spec, head_dim)
+            self._proofs[head_dim] = tuple(each for each in proofs if each.status is IndexStatus.CALL_TIME)
+        return self._proofs[head_dim]
+
+    def check(
+        self, head_dim: HeadDim, sizes: Mapping[str, int], params: Mapping[str, float] = MappingProxyType({})
+    ) -> None:
+        """Raise ``ValueError`` where an index leaves its tensor at these sizes, and these values of params.
+
+        Nothing is said of one that depends on a param without a value here: kernels clamp it.
+        """
+        key = (head_dim, *sizes.values(), *params.items())
+        if key in self._checked:
+            return
+        for proof in self.of(head_dim):
+            refusal = check_index(proof, sizes, params)
+            if refusal is not None:
+                raise ValueError(f"'{self._spec.name}': {refusal}")
+        if len(self._checked) >= _MOST_REMEMBERED:
+            self._checked.clear()
+        self._checked.add(key)
+
+    def ask_params(self, head_dim: HeadDim) -> bool:
+        """Whether there is an index that depends on a param."""
+        if head_dim not in self._asking:
+            self._asking[head_dim] = any(proof.params for proof in self.of(head_dim))
+        return self._asking[head_dim]

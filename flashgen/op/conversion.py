@@ -210,9 +210,8 @@ def converted(x: Tensor, wanted: torch.dtype, what: str, declared: str, *, is_ex
         raise TypeError(f"{what} is {x.dtype}; the spec declares {declared} ({wanted}), which takes {takes} tensors")
     base = x if torch.compiler.is_compiling() else unwrapped(x)
     if not (_holds_all(wanted, x.dtype) or x.is_meta or x.layout is not torch.strided or base.numel() == 0):
-        fits = _fits_float if wanted.is_floating_point else _fits_int
         require(
-            fits(base.detach(), wanted),
+            _fits(base.detach(), wanted),
             f"{what} is {x.dtype} and holds numbers beyond {declared} ({wanted}), which the spec declares",
         )  # fmt: skip
     return x if is_exact and wanted.is_floating_point else x.to(wanted)
@@ -256,13 +255,12 @@ def saturated_number(number: Any) -> Any:
     return max(min(number, _I32.max), _I32.min) if type(number) is int else number
 
 
-def _limits(dtype: torch.dtype) -> tuple[float, float]:
-    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    return info.min, info.max
-
-
 # Made at once: torch.compile traces what a call reads, and no cache.
-_LIMITS = {dtype: _limits(dtype) for dtype in (*_INTEGERS, torch.float64, torch.float32, torch.bfloat16, torch.float16)}
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_LIMITS: dict[torch.dtype, tuple[float, float]] = {
+    **{each: (torch.iinfo(each).min, torch.iinfo(each).max) for each in _INTEGERS},
+    **{each: (torch.finfo(each).min, torch.finfo(each).max) for each in _FLOATS},
+}
 
 
 def _holds_all(wanted: torch.dtype, given: torch.dtype) -> bool:
@@ -272,11 +270,9 @@ def _holds_all(wanted: torch.dtype, given: torch.dtype) -> bool:
     return low <= least and most <= high
 
 
-def _fits_float(x: Tensor, wanted: torch.dtype) -> Tensor:
-    return (x.to(wanted).isfinite() | ~x.isfinite()).all()
-
-
-def _fits_int(x: Tensor, wanted: torch.dtype) -> Tensor:
+def _fits(x: Tensor, wanted: torch.dtype) -> Tensor:
+    if wanted.is_floating_point:
+        return (x.to(wanted).isfinite() | ~x.isfinite()).all()
     limits = torch.iinfo(wanted)
     if x.dtype is torch.uint64:  # PyTorch compares none; as int64 those from 2**63 on are negative
         return ((x.to(torch.int64) >= 0) & (x.to(torch.int64) <= limits.max)).all()

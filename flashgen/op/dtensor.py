@@ -23,11 +23,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from flashgen.ir.spec import HeadDim
 from flashgen.kinds.cached import CACHED
 from flashgen.kinds.eight_bits import EIGHT_BITS
+from flashgen.op.captured import check_defaults
 from flashgen.op.dtensor_spread import spread_of
-from flashgen.op.fakes import fake_forward
 from flashgen.op.lengths import lengths, unseen_lengths
-from flashgen.op.per_sequence import check_defaults
-from flashgen.op.registered import NAMESPACE, Registered, first_of
+from flashgen.op.registered import NAMESPACE, Registered, fake_forward, first_of
 from flashgen.op.signature import Signature
 from flashgen.op.tensor_kinds import refuse_distributed
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, contiguous_format, empty_like, empty_strided
@@ -31,12 +31,21 @@ from flashgen.kinds.dense import DENSE
 from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.kinds.kind import Kind, PassName
 from flashgen.kinds.ragged import RAGGED
-from flashgen.op import cached, f8, ragged
-from flashgen.op.call import Attended, Call, CallChecker, Rest, Saved, Tensors, backward_key, is_readable, readable
-from flashgen.op.captured import Captured, CapturedValues
+from flashgen.op import cached, eight_bits, ragged
+from flashgen.op.call import (
+    Attended,
+    Call,
+    CallChecker,
+    KindCall,
+    Rest,
+    Saved,
+    Tensors,
+    backward_key,
+    is_readable,
+    readable,
+)
+from flashgen.op.captured import Captured, CapturedValues, PerSequence
 from flashgen.op.formula import Formula
-from flashgen.op.kind_call import KindCall
-from flashgen.op.per_sequence import PerSequence
 from flashgen.op.signature import Signature
 from flashgen.op.tensor_kinds import NoMemoryError
 from flashgen.op.values import (
@@ -50,9 +59,48 @@ from flashgen.op.values import (
     type_of_sums,
     with_strides,
 )
-from flashgen.op.workspaces import Workspaces
 from flashgen.reference import tiled
 from flashgen.reference.dense import Dropout
+
+# Workspaces up to this size are kept for the next call: fresh pages cost more than a small kernel.
+_SPARE_BYTES = 1 << 22
+_MOST_SPARE = 4
+
+
+class _Workspace(NamedTuple):
+    """Memory for one call at a time."""
+
+    address: int
+    bytes: int
+    memory: Tensor
+
+
+class Workspaces:
+    """The workspaces of an engine: a few small ones are kept between calls."""
+
+    def __init__(self) -> None:
+        self._spare: list[_Workspace] = []  # of no call; popping and appending are atomic
+
+    def run(self, call: Call, prepared: Prepared, values: list[float]) -> None:
+        """Run one pass with the values that vary. The first, the address of the workspace, is filled in here."""
+        if prepared.by_values is not None:
+            prepared = prepared.by_values(values)
+        size = prepared.workspace_bytes
+        if size == 0:
+            prepared.run(values)
+            return
+        keeps = call.is_on_cpu  # on a GPU the memory belongs to the stream, and PyTorch keeps what is freed
+        try:
+            workspace = self._spare.pop() if keeps else None
+        except IndexError:  # to look first would not do: another thread may take the last workspace
+            workspace = None
+        if workspace is None or workspace.bytes < size:
+            memory = torch.empty_strided((size,), (1,), dtype=torch.uint8, device=call.device)
+            workspace = _Workspace(memory.data_ptr(), size, memory)
+        values[0] = workspace.address
+        prepared.run(values)
+        if keeps and workspace.bytes <= _SPARE_BYTES and len(self._spare) < _MOST_SPARE:
+            self._spare.append(workspace)
 
 
 @dataclass(frozen=True)
@@ -77,7 +125,7 @@ CALL_RULES: Mapping[str, CallRules] = {
         "decode has no derivatives, of neither mode: call the op, or op.reference.decode",
     ),
     EIGHT_BITS.name: CallRules(
-        f8.kind_call,
+        eight_bits.kind_call,
         no_gradients="q, k and v of 8 bits have no gradients; call it under torch.no_grad(), or train in bfloat16",
         no_derivatives="q, k and v of 8 bits have no derivatives, of neither mode: widen them, or call op.reference",
     ),

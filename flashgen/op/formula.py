@@ -22,11 +22,9 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.forward_mode import FORWARD_MODE, FORWARD_MODE_BACKWARD
 from flashgen.kinds.kind import Kind
-from flashgen.op.call import Attended, Call, CallChecker, Rest, Saved, Tensors
-from flashgen.op.captured import Captured
+from flashgen.op.call import Attended, Call, CallChecker, KindCall, Rest, Saved, Tensors, View
+from flashgen.op.captured import Captured, PerSequence
 from flashgen.op.forward_mode import ForwardMode, KernelsOfTangents, Tangents, as_kernels_read
-from flashgen.op.kind_call import KindCall, View
-from flashgen.op.per_sequence import PerSequence
 from flashgen.op.selected import check_selection
 from flashgen.op.signature import ELEMENTS, Signature
 from flashgen.op.values import laid, type_of_sums

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class ForwardMode:
         # The captured values that have gradients, by their numbers among the inputs.
         self._learned = {n: each.name for n, each in enumerate(captured, start=len(_ROWS)) if each.grad}
         self.differentiable = frozenset((*range(len(_ROWS)), *self._learned))
-        self._remembered: dict[Any, _Ready] = {}
+        self._remembered: dict[Any, Prepared] = {}
 
     def run(
         self,
@@ -182,19 +182,21 @@ class ForwardMode:
             if len(self._remembered) >= _MOST_REMEMBERED:
                 self._remembered.clear()
             known = self._fixed(problem, read, results) | {"threads": threads, "deterministic": deterministic}
-            ready = self._remembered[key] = _ready(kernel, name, known, {**read, **results}, numbers)
+            known |= {field: 0 if x is None else x.data_ptr() for field, x in {**read, **results}.items()}
+            ready = self._remembered[key] = kernel.prepare(name, layout.values(known | numbers))
         values: list[float] = [0] * layout.varying
-        for n, (slot, x) in enumerate(zip(ready.tensors, (*read.values(), *results.values()), strict=True)):
+        for n, (field, x) in enumerate((*read.items(), *results.items())):
             if x is not None:
+                slot = layout.slots[field]
                 values[slot] = x.data_ptr()
                 if not values[slot] and n < len(read):  # no elements: kernels read one zero, whatever the index
                     held.append(x.new_zeros(1))
                     values[slot] = held[-1].data_ptr()
-        for slot, number in zip(ready.numbers, numbers.values(), strict=True):
-            values[slot] = number
-        workspace = torch.empty(ready.prepared.workspace_bytes, dtype=torch.uint8, device=problem.q.device)
+        for field, number in numbers.items():
+            values[layout.slots[field]] = number
+        workspace = torch.empty(ready.workspace_bytes, dtype=torch.uint8, device=problem.q.device)
         values[0] = workspace.data_ptr()
-        ready.prepared.run(values)
+        ready.run(values)
 
     def _fixed(
         self, problem: Problem, read: Mapping[str, Tensor | None], results: Mapping[str, Tensor | None]
@@ -300,27 +302,6 @@ class KernelsOfTangents:
         outputs = [found[each] for each in gradient.outputs]
         assert all(x is not None for x in outputs)
         return [x for x in outputs if x is not None]
-
-
-class _Ready(NamedTuple):
-    """A pass that was prepared, and the slots of tensors and numbers, in their order."""
-
-    prepared: Prepared
-    tensors: Sequence[int]
-    numbers: Sequence[int]
-
-
-def _ready(
-    kernel: Kernel,
-    name: PassName,
-    known: Mapping[str, Any],
-    tensors: Mapping[str, Tensor | None],
-    numbers: Mapping[str, float],
-) -> _Ready:
-    slots = kernel.layout.slots
-    addresses = {field: 0 if x is None else x.data_ptr() for field, x in tensors.items()}
-    prepared = kernel.prepare(name, kernel.layout.values({**known, **addresses, **numbers}))
-    return _Ready(prepared, [slots[field] for field in tensors], [slots[field] for field in numbers])
 
 
 def _fresh(problem: Problem) -> dict[int, Tensor]:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, literal, size, substitute, walk
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
+from flashgen.op.checks import Indices
 from flashgen.op.conversion import is_integral, saturated, unwrapped
-from flashgen.op.indices import Indices
 from flashgen.op.tensor_kinds import transforming
 from flashgen.reference.dense import constant_number
 

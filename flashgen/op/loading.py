@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flashgen.compiler.reading import CONSTANTS, Constant, by_name, did_you_mean, read_file, read_text
-from flashgen.compiler.tuned import TunedStore
+from flashgen.compiler.tile_choices import TunedStore
 from flashgen.diagnostics import quoted_list
 from flashgen.emit.recall import specs_of_file, specs_of_text
 from flashgen.ir.serialize import spec_from_data
@@ -78,7 +78,7 @@ def open_package(folder: Path, operator: type[Operator]) -> Operator:
     another version.
     """
     from flashgen.compiler.package.manifest import SPEC_FILE_NAME, Manifest, digest, rebuild_hint
-    from flashgen.compiler.package.sources import source_of
+    from flashgen.compiler.package.opened import source_of
 
     manifest = Manifest.read(folder)
     try:
@@ -124,7 +124,7 @@ def _parts(
     on_host: Any = kernels.get("cpu")
     edited: Sequence[KernelSource] = ()
     if package is not None:
-        from flashgen.compiler.package.sources import edited_sources
+        from flashgen.compiler.package.opened import edited_sources
 
         edited = edited_sources(*package)
     label = "" if backend != "emulator" else emulated or EMULATED

@@ -30,7 +30,7 @@ from torch import Tensor
 from flashgen.hosts.kernel import POINTERS, Native, Node, Prepared
 from flashgen.op.call import FORKS, Call, backward_key, is_readable
 from flashgen.store.cache import Cache, key_of
-from flashgen.store.headers import Headers
+from flashgen.store.headers import Text
 from flashgen.store.shipped import shipped
 from flashgen.toolchains.cpp import CompileFailed, CompilerMissing, compile_with, find_compiler
 
@@ -51,13 +51,8 @@ Gradients = Callable[[Tensor, tuple[Any, ...], tuple[Any, ...], tuple[bool, ...]
 
 
 @dataclass(frozen=True)
-class Source:
+class Source(Text):
     """The text that is compiled."""
-
-    text: str
-    name: str = _NAME
-    headers: Headers = ()
-    defines: tuple[tuple[str, str], ...] = ()
 
     @property
     def key(self) -> str:
@@ -85,7 +80,7 @@ class Source:
 @functools.cache
 def source() -> Source:
     """The text as it comes with the package."""
-    return Source((shipped("templates") / "host" / "node.cpp").read_text(encoding="utf-8"))
+    return Source(_NAME, (shipped("templates") / "host" / "node.cpp").read_text(encoding="utf-8"))
 
 
 def build() -> Path:

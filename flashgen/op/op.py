@@ -7,13 +7,10 @@ call binds names to positions and goes to the operator (``op_calls.py``).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
 from typing import Any, Literal, Never, overload
 
 from torch import Tensor
 
-from flashgen.hosts.kernel import KernelProvider
-from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.cached import CACHED
 from flashgen.op.appending import written
 from flashgen.op.cached import cache_of
@@ -24,7 +21,7 @@ from flashgen.op.reference import Reference
 from flashgen.op.tensor_kinds import check_tensors
 from flashgen.plan.explanation import Explanation
 
-__all__ = ["BACKENDS", "AttentionOp", "BaseOp", "OpParts", "check_backend", "is_repeatable", "make_op"]
+__all__ = ["BACKENDS", "AttentionOp", "BaseOp", "OpParts", "check_backend", "is_repeatable"]
 
 
 class BaseOp(ShownOp):
@@ -264,14 +261,3 @@ class AttentionOp(BaseOp):
             (q_start, kv_start, b_start, h_start, q_total, kv_total, b_total, h_total),
             deterministic, return_lse, dropout_p, seed, (q_descale, k_descale, v_descale),
         )  # fmt: skip
-
-
-def make_op(
-    spec: AttentionSpec,
-    kernels: Mapping[str, KernelProvider | None] | None,
-    *,
-    backend: str | None = None,
-    reopen: tuple[Callable[..., Any], tuple[Any, ...]] | None = None,
-) -> AttentionOp:
-    """The op of a spec, without kernels on the tiled reference. Raises ``ValueError`` for an unknown backend."""
-    return AttentionOp(OpParts(spec, {"cpu": None} if kernels is None else kernels, backend=backend, reopen=reopen))

@@ -25,15 +25,14 @@ from flashgen.kinds.ragged import RAGGED
 from flashgen.kinds.table import KINDS
 from flashgen.op.call import Tensors
 from flashgen.op.conversion import check_switch, param_argument, probability_argument, seed_argument, tensor_argument
-from flashgen.op.eight_bits import F8
+from flashgen.op.eight_bits import factors_of_call
 from flashgen.op.engine import Engine
-from flashgen.op.f8 import factors_of_call
 from flashgen.op.lengths import check_starts
 from flashgen.op.narrowing import Narrowing
 from flashgen.op.registered import Registered
 from flashgen.op.registration import call, register
 from flashgen.op.shared_lists import shared_lists
-from flashgen.op.signature import Signature
+from flashgen.op.signature import F8, Signature
 
 _Op = TypeVar("_Op")
 

@@ -19,12 +19,11 @@ from flashgen.ir.spec import HeadDim
 from flashgen.ir.text import declared
 from flashgen.op.call import Call, Rest, Tensors
 from flashgen.op.conversion import offset_arguments
-from flashgen.op.eight_bits import F8
+from flashgen.op.eight_bits import wide_type
 from flashgen.op.engine import Engine
-from flashgen.op.f8 import wide_type
 from flashgen.op.op_calls import HOST_BACKENDS, OpCalls
 from flashgen.op.registered import NAMESPACE, Registered
-from flashgen.op.signature import ELEMENTS, TORCH_DTYPES
+from flashgen.op.signature import ELEMENTS, F8, TORCH_DTYPES
 from flashgen.plan.arguments import gradient_field, param_field
 from flashgen.plan.explanation import Explanation
 from flashgen.plan.notebook import drawn

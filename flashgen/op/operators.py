@@ -144,7 +144,7 @@ def _is_being_imported() -> bool:
 
 def _define_all() -> None:
     try:
-        from flashgen.op.namespace import connect as connect_namespace
+        from flashgen.op.registered import connect as connect_namespace
 
         connect_namespace(_define_by_name)
         for each in all_recalled():

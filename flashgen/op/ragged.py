@@ -11,6 +11,7 @@ lengths. Captured tensors have the shapes of the longest.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,12 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flashgen.hosts.standalone import Standalone
 from flashgen.ir.spec import AttentionSpec
-from flashgen.op.call import CallChecker, Rest, Tensors
+from flashgen.op.call import CallChecker, KindCall, OneProblem, Rest, Tensors
 from flashgen.op.checks import check_rows
-from flashgen.op.kind_call import KindCall, OneProblem
 from flashgen.op.lengths import Lengths, lengths, unseen_lengths
-from flashgen.op.padding_rows import clear_padding_rows
 from flashgen.reference import tiled
 from flashgen.reference.programs import Place
 from flashgen.reference.shard import Shard
@@ -108,3 +108,58 @@ def of_sequence(batch: Shard, number: int, q_rows: slice, k_rows: slice) -> Shar
         q_len=q_rows.stop - q_rows.start, kv_len=k_rows.stop - k_rows.start,
         b_start=batch.b_start + number, h_start=batch.h_start, b_total=b_total, h_total=h_total,
     )  # fmt: skip
+
+
+KERNEL = Standalone("clear_behind")
+WARPS = 256  # that share the rows of a tensor
+
+
+class Behind(ctypes.Structure):
+    """``struct Behind``."""
+
+    _fields_ = (
+        ("at", ctypes.c_void_p),
+        ("end", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("rows", "heads", "width", "by_row", "by_head", "by_x", "bytes")),
+    )
+
+
+class Cleared(ctypes.Structure):
+    """``struct Cleared``."""
+
+    _fields_ = (("of", Behind * 3), ("count", ctypes.c_int64), ("warps", ctypes.c_int64))
+
+
+def clear_padding_rows(
+    found: Lengths, starts: tuple[Tensor, Tensor], of_q: Sequence[Tensor], of_k: Sequence[Tensor]
+) -> None:
+    """Write zeros to the rows behind the last sequence of tensors [rows, H, width], by the starts of q and those of k.
+
+    On a GPU a kernel reads where the last sequence ends, as the host does not know.
+    """
+    if found.starts is None and starts[0].is_cuda:
+        packed = arguments([(x, starts[0]) for x in of_q] + [(x, starts[1]) for x in of_k])
+        KERNEL.launch(starts[0].device.index, packed, WARPS)
+        return
+    known: Sequence[Any] = found.starts or starts
+    for own, ends in zip((of_q, of_k), known, strict=True):
+        end = max(int(ends[-1]), 0)
+        for x in own:
+            if end < x.shape[0]:
+                x[end:].zero_()
+
+
+def arguments(cleared: Sequence[tuple[Tensor, Tensor]]) -> Cleared:
+    """The arguments of a launch, by tensors, each with the starts of sequences among its rows."""
+    layouts = tuple([(x.shape, x.stride(), x.element_size()) for x, _ in cleared])
+    packed = Cleared.from_buffer_copy(_fixed(layouts))
+    for place, (x, starts) in zip(packed.of, cleared, strict=False):
+        place.at, place.end = x.data_ptr(), starts.data_ptr() + 4 * (starts.shape[0] - 1)
+    return packed
+
+
+@functools.lru_cache(maxsize=512)
+def _fixed(layouts: tuple[tuple[Sequence[int], Sequence[int], int], ...]) -> bytes:
+    """The bytes of ``Cleared`` without addresses."""
+    places = [Behind(0, 0, *shape, *strides, size) for shape, strides, size in layouts]
+    return bytes(Cleared((Behind * 3)(*places), len(places), WARPS))

@@ -19,16 +19,16 @@ from flashgen.kinds.cached import CACHED
 from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.kinds.ragged import RAGGED
 from flashgen.op import cached, ragged
-from flashgen.op.appending import append
+from flashgen.op.appending import append, check_caches
 from flashgen.op.cached import Cache
 from flashgen.op.call import Tensors, probability_in_force
 from flashgen.op.checks import check_rows
 from flashgen.op.conversion import offset_arguments
-from flashgen.op.eight_bits import F8, from_8_bits
+from flashgen.op.eight_bits import from_8_bits
 from flashgen.op.lengths import lengths
 from flashgen.op.registered import Registered
 from flashgen.op.selected import check_selection
-from flashgen.op.sharing import check_caches
+from flashgen.op.signature import F8
 from flashgen.op.tensor_kinds import check_tensors, lies_in_memory, refuse_distributed
 from flashgen.reference import dense
 from flashgen.reference.programs import Place

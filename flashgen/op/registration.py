@@ -29,15 +29,22 @@ from torch.utils.flop_counter import register_flop_formula
 from flashgen.hosts.kernel import Node
 from flashgen.kinds.cached import CACHED
 from flashgen.kinds.ragged import RAGGED
-from flashgen.op import dual_tensors
 from flashgen.op.call import Attended, Call, Rest, Tensors
 from flashgen.op.conversion import offset_arguments
-from flashgen.op.derivatives import by_operator, tangents_of
+from flashgen.op.derivatives import attend_duals, by_operator, tangents_of
 from flashgen.op.engine import Engine
-from flashgen.op.fakes import fake_backward, fake_forward
-from flashgen.op.mapping import Batch, folded_inputs, has_samples, mapped
 from flashgen.op.node import extension, node_of
-from flashgen.op.registered import NAMESPACE, Registered, registry
+from flashgen.op.registered import (
+    NAMESPACE,
+    Batch,
+    Registered,
+    fake_backward,
+    fake_forward,
+    folded_inputs,
+    has_samples,
+    mapped,
+    registry,
+)
 from flashgen.op.signature import TORCH_DTYPES, Signature
 from flashgen.op.tensor_kinds import check_tensors, has_distributed, have_memory, is_plain, transforming, with_memory
 
@@ -245,7 +252,7 @@ def call(op: Registered, tensors: Tensors, offsets: tuple[object, ...], determin
             return (o, lse) if return_lse else o
     op = op.first or op  # so that both passes are its engine's
     if forward_ad._current_level >= 0 and not is_compiling():
-        found = dual_tensors.attend(op, tensors, rest, Attention.apply)
+        found = attend_duals(op, tensors, rest, Attention.apply)
         if found is not None:
             return found if return_lse else found[0]
     check_tensors(op.signature.inputs_by_name, tensors)

@@ -37,6 +37,7 @@ TORCH_DTYPES = {
     ElementType.I64: torch.int64,
     ElementType.BOOL: torch.bool,
 }
+F8 = torch.float8_e4m3fn
 # The codes of element types in ``struct Arguments``.
 ELEMENTS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float8_e4m3fn: F8_CODE}
 

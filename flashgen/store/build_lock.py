@@ -1,8 +1,9 @@
-"""One build of an entry at a time: who waits is told for whom, and nobody waits for a process that is gone.
+"""One build of an entry at a time: who waits is told for what, and nobody waits for a process that is gone.
 
-In: the path of a lock file and what is built. A process that dies lets go of its lock, unless a child that it forked
-still holds it; one that is stopped does not. As entries appear whole, to go on without the lock is harmless: the worst
-is a second build.
+In: the path of a lock file and what is built; what a compiler is at work on. Out: one line on stderr, where people wait
+for more than two seconds, ``flashgen: compiling causal_d64_cpu (g++) …``, unless ``FLASHGEN_PROGRESS`` is 0. A process
+that dies lets go of its lock, unless a child that it forked still holds it; one that is stopped does not. As entries
+appear whole, to go on without the lock is harmless: the worst is a second build.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import platform
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -77,7 +79,11 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
                 return
             if waited > _TELL_SECONDS and not told:
                 told = True
-                _tell(f"waiting for {_described(holder)}; lock: '{path}'")
+                whom = "another process, which builds the same"
+                if holder is not None:
+                    lasts = max(0.0, time.time() - holder.since)
+                    whom = f"{holder}, which has been building '{holder.what}' for {lasts:.0f} s"
+                _tell(f"waiting for {whom}; lock: '{path}'")
     try:
         _sign(path, what)
         yield
@@ -85,12 +91,6 @@ def exclusive(path: Path, what: str) -> Iterator[None]:
         with contextlib.suppress(OSError):
             _note_of(path).unlink()
         lock.release()
-
-
-def _described(holder: Holder | None) -> str:
-    if holder is None:
-        return "another process, which builds the same"
-    return f"{holder}, which has been building '{holder.what}' for {max(0.0, time.time() - holder.since):.0f} s"
 
 
 def _tell(message: str) -> None:
@@ -118,3 +118,31 @@ def _holder(path: Path) -> Holder | None:
         return Holder(**json.loads(_note_of(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError):
         return None
+
+
+PROGRESS = "FLASHGEN_PROGRESS"
+
+_OFF = frozenset({"0", "off", "false", "no"})
+
+
+@contextlib.contextmanager
+def compiling(name: str, compiler: str) -> Iterator[None]:
+    """Around the work of one compiler on one source."""
+    if os.environ.get(PROGRESS, "").strip().lower() in _OFF:
+        yield
+        return
+    timer = threading.Timer(_TELL_SECONDS, _write, (f"flashgen: compiling {name} ({compiler}) …\n",))
+    timer.daemon = True  # an interpreter that ends does not wait for it
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _write(line: str) -> None:
+    # One write, so that lines of several threads stay whole; stderr may be closed, missing, or know few characters.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        encoding = sys.stderr.encoding or "utf-8"
+        sys.stderr.write(line.encode(encoding, errors="replace").decode(encoding))
+        sys.stderr.flush()

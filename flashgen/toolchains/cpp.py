@@ -23,8 +23,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashgen.store.build_lock import compiling
 from flashgen.store.cache import Cache, key_of
-from flashgen.store.compiling import compiling
 from flashgen.store.headers import Headers, Source, headers_of, in_one
 
 REQUIRED_FLAGS = ("-std=c++17", "-O2", "-fwrapv", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared")

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from flashgen.store.build_lock import compiling
 from flashgen.store.cache import Cache, key_of
-from flashgen.store.compiling import compiling
 from flashgen.store.headers import Headers, Source, in_one
 from flashgen.toolchains.cpp import LOG, CompileFailed, CompilerMissing, fetched
 

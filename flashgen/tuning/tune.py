@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.compiler.tuned import TunedStore
+from flashgen.compiler.tile_choices import TunedStore
 from flashgen.diagnostics import SpecError
 from flashgen.hosts import cuda
 from flashgen.hosts.backends import gpu_at_hand

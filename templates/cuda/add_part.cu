@@ -1,4 +1,4 @@
-// Adds a part of the keys to what rows have seen so far: a warp a row. flashgen/op/sums.py says what the fields are.
+// Adds a part of the keys to what rows have seen so far: a warp a row. flashgen/distributed/partial.py says what the fields are.
 //   lse = c top + log      lse = log Σ exp(p lse') / p      o = Σ exp(lse' - lse) o'      p: the power of a denominator that is a plain sum
 // The first part of a row has o already; then lse is all that there is to do.
 #include "flashgen/instructions.cuh"

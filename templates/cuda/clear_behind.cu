@@ -1,5 +1,5 @@
 // Writes zeros to rows behind the last sequence of a ragged batch: a warp a row of a head, in turns.
-// flashgen/op/padding_rows.py says what the fields are.
+// flashgen/op/ragged.py says what the fields are.
 #include "flashgen/instructions.cuh"
 
 struct Behind {

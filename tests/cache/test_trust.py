@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flashgen.compiler.tuned import TunedStore
+from flashgen.compiler.tile_choices import TunedStore
 from flashgen.store import cache as cache_module
 from flashgen.store.cache import Cache
 from flashgen.store.ownership import doubt_about_folder

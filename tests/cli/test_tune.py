@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from flashgen.cli.tune import _verdict
-from flashgen.compiler import tuned
-from flashgen.compiler.tuned import TunedStore
+from flashgen.compiler import tile_choices as tuned
+from flashgen.compiler.tile_choices import TunedStore
 from flashgen.plan.measured import Measured, MeasuredPass, Tile
 from flashgen.tuning import tune as tuning
 from tests.cli.helpers import flashgen

@@ -12,8 +12,8 @@ from torch import Tensor
 import flashgen
 from flashgen.analysis.variant import analyse
 from flashgen.compiler.compiled import CompiledKernel, compiled
+from flashgen.hosts.emulated import emulator_provider
 from flashgen.hosts.emulator import FaultKind, Program, compile_program
-from flashgen.hosts.emulator_machine import emulator_provider
 from flashgen.kinds.kind import PassName
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.targets.gpu.compile import GpuBinary

@@ -13,9 +13,8 @@ from torch import Tensor
 import flashgen
 from flashgen.analysis.by_blocks import objection_to_blocks
 from flashgen.compiler.compiled import compiled
-from flashgen.hosts.emulated import recording
+from flashgen.hosts.emulated import emulator_provider, recording
 from flashgen.hosts.emulator import EmulatorError, FaultKind, compile_program
-from flashgen.hosts.emulator_machine import emulator_provider
 from flashgen.hosts.gpu_calls import kernel_variant
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim

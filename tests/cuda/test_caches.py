@@ -23,9 +23,8 @@ from flashgen.kinds.dense import DENSE
 from flashgen.kinds.kind import Kind, PassName
 from flashgen.kinds.ragged import RAGGED
 from flashgen.op.cached import Cache
-from flashgen.op.eight_bits import F8
 from flashgen.op.op import AttentionOp, OpParts
-from flashgen.op.signature import TORCH_DTYPES
+from flashgen.op.signature import F8, TORCH_DTYPES
 from flashgen.plan.launches import PassLaunches
 from flashgen.targets.gpu.by_shape import pins_of_rows
 from flashgen.targets.registry import GPUS

@@ -17,8 +17,8 @@ from flashgen.ir.types import ElementType
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.eight_bits import EIGHT_BITS
 from flashgen.kinds.ragged import RAGGED
-from flashgen.op.eight_bits import F8
 from flashgen.op.op import AttentionOp, OpParts
+from flashgen.op.signature import F8
 from flashgen.plan.plan import CallKind, Part
 from flashgen.targets.gpu.compile import GpuBinary
 from flashgen.targets.gpu.model import KEYS_OF_SUMS

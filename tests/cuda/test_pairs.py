@@ -11,9 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from flashgen.analysis.variant import DOT
-from flashgen.hosts.emulated import EmulatedKernel, recording
+from flashgen.hosts.emulated import EmulatedKernel, emulator_provider, recording
 from flashgen.hosts.emulator import EmulatorError
-from flashgen.hosts.emulator_machine import emulator_provider
 from flashgen.ir.expr import Apply, Expr, Literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec

@@ -22,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import flashgen
 from flashgen import SpecError
 from flashgen.ir.shape import Shape
-from flashgen.op.dtensor_captured import indexed
+from flashgen.op.dtensor_spread import indexed
 from flashgen.verification.inputs import Inputs, random_inputs
 from tools.fuzz.draws import Machine, draw
 

@@ -9,12 +9,10 @@ import pytest
 import torch
 
 import flashgen
-from flashgen.distributed.blocks import Span, mask_of
-from flashgen.distributed.gradient_sums import GradientSum, steps_of
-from flashgen.distributed.needed_keys import Held, NeededKeys, joined, needs_of
+from flashgen.distributed.blocks import Held, NeededKeys, Span, joined, mask_of, needs_of
+from flashgen.distributed.key_rows import GradientSum, steps_of
 from flashgen.distributed.partition import partition
-from flashgen.distributed.rounds import Rounds, rounds_of
-from flashgen.distributed.segments import Pace, overlaps
+from flashgen.distributed.rounds import Pace, Rounds, overlaps, rounds_of
 
 SPECS = {
     "causal": "mask causal",

@@ -17,14 +17,14 @@ import pytest
 from tests.conftest import ROOT
 
 BUDGET = {
-    "lines of the package": 57_195,
+    "lines of the package": 56_595,
     "lines of templates": 24_766,
     "Jinja statements": 445,
     "lines of generated packages": 5_052,
     "calls of decide": 1,
     "modules at the top level": 3,
     "lines of the longest module": 450,
-    "words of documentation": 49_917,
+    "words of documentation": 49_914,
 }
 COMMITTED = ("alibi",)
 WITH_PAGES = ("docs", "flashgen", "specs", "tests", "tools")

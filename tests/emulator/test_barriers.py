@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flashgen.hosts.emulator import EmulatorError, FaultKind
-from flashgen.hosts.emulator.source import kernel_names
+from flashgen.hosts.emulator.program import kernel_names
 from tests.emulator.helpers import Array, kernel, launch
 
 SOURCE = kernel("barriers")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flashgen.hosts.emulator import EmulatorError, FaultKind
-from flashgen.hosts.emulator.source import kernel_names
+from flashgen.hosts.emulator.program import kernel_names
 from flashgen.hosts.tensor_maps import TensorMap
 from tests.emulator.helpers import Outcome, kernel, launch
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from flashgen.hosts.emulator import DeviceMemory, EmulatorError, FaultKind, compile_program
-from flashgen.hosts.emulator.source import kernel_names, kernel_source
+from flashgen.hosts.emulator.program import kernel_names, kernel_source
 from flashgen.toolchains.cpp import CompileFailed
 from tests.emulator.helpers import kernel, launch
 from tests.emulator.test_counts import product

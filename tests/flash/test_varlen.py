@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashgen import flash
-from flashgen.op.eight_bits import F8
+from flashgen.op.signature import F8
 
 from .test_arguments import Kept, exact
 from .test_dense import TOLERANCE

@@ -11,7 +11,7 @@ from torch import Tensor
 import flashgen
 from flashgen.op.appending import append
 from flashgen.op.cached import cache_of
-from flashgen.op.eight_bits import F8
+from flashgen.op.signature import F8
 from flashgen.verification.verify import relative_error
 from tests.gpu.helpers import capturing
 from tests.numeric.test_decode import LENGTHS, PADDING

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import flashgen
+from flashgen.distributed.partial import Exponents, Seen, add_part, first_part
 from flashgen.kinds.slices import PARTS
-from flashgen.op.sums import Exponents, Seen, add_part, first_part
 from flashgen.verification.verify import relative_error
 from tools.fuzz.parts import in_parts
 

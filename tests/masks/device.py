@@ -16,7 +16,7 @@ import numpy as np
 
 from flashgen.analysis.pieces import is_cut
 from flashgen.analysis.variant import Variant
-from flashgen.hosts.emulator.source import kernel_source
+from flashgen.hosts.emulator.program import kernel_source
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import of_type

@@ -15,8 +15,7 @@ from torch import Tensor
 import flashgen
 from flashgen.analysis.variant import analyse
 from flashgen.hosts.backends import EMULATED
-from flashgen.hosts.emulated import Counted, EmulatedKernel, recording
-from flashgen.hosts.emulator_machine import emulator_provider
+from flashgen.hosts.emulated import Counted, EmulatedKernel, emulator_provider, recording
 from flashgen.hosts.gpu_provider import GpuProvider
 from flashgen.hosts.lists import ListCache
 from flashgen.hosts.schedule import Compiled

@@ -23,9 +23,8 @@ from flashgen.analysis.selection import reads_tiles
 from flashgen.analysis.tiles import Tile, TileClass
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.hosts.backends import EMULATED
-from flashgen.hosts.emulated import Counted, EmulatedKernel, recording
+from flashgen.hosts.emulated import Counted, EmulatedKernel, emulator_provider, recording
 from flashgen.hosts.emulator import DeviceMemory, compile_program
-from flashgen.hosts.emulator_machine import emulator_provider
 from flashgen.hosts.gpu_calls import launches_of
 from flashgen.hosts.kernel import ArgumentLayout, Step
 from flashgen.hosts.lists import LEAST_TILES, MOST_LISTS, ListCache, SharedLists

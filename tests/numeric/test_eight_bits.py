@@ -15,7 +15,7 @@ from flashgen.hosts.emulated import recording
 from flashgen.hosts.gpu_calls import kernel_variant
 from flashgen.ir.spec import HeadDim
 from flashgen.kinds.cached import CACHED, F8_CACHED
-from flashgen.op.eight_bits import F8
+from flashgen.op.signature import F8
 from flashgen.targets.registry import GPUS
 from flashgen.verification.hbm import hbm_bytes
 from flashgen.verification.inputs import Inputs

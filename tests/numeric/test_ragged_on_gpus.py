@@ -15,7 +15,7 @@ from flashgen.hosts.emulator import DeviceMemory, EmulatorError, compile_program
 from flashgen.hosts.standalone import grid
 from flashgen.op import lengths, ragged
 from flashgen.op.op import AttentionOp
-from flashgen.op.padding_rows import KERNEL, WARPS, arguments
+from flashgen.op.ragged import KERNEL, WARPS, arguments
 from flashgen.op.signature import TORCH_DTYPES
 from flashgen.verification.hbm import hbm_bytes
 from flashgen.verification.inputs import Inputs

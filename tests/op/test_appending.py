@@ -15,7 +15,7 @@ from flashgen.hosts.emulator import DeviceMemory, EmulatorError, FaultKind, Prog
 from flashgen.hosts.standalone import grid
 from flashgen.op.appending import KERNEL, AppendedRows, Arguments, append, arguments
 from flashgen.op.cached import Cache, cache_of
-from flashgen.op.eight_bits import F8
+from flashgen.op.signature import F8
 
 B, HKV, NEW = 3, 2, 5
 

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from flashgen.store import compiling as module
+from flashgen.store import build_lock as module
+from flashgen.store.build_lock import compiling
 from flashgen.store.cache import Cache
-from flashgen.store.compiling import compiling
 from flashgen.toolchains import nvrtc
 from flashgen.toolchains.cpp import Compiler, compile_sources
 
@@ -33,7 +33,7 @@ class Code:
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Told after a tenth of a second, as outside of tests after two."""
-    monkeypatch.delenv(module.ENVIRONMENT_VARIABLE, raising=False)
+    monkeypatch.delenv(module.PROGRESS, raising=False)
     monkeypatch.setattr(module, "_TELL_SECONDS", 0.1)
 
 
@@ -57,7 +57,7 @@ def test_a_slow_compiler_is_told_of_once(tmp_path: Path, capsys: pytest.CaptureF
 def test_a_quick_one_is_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(module.ENVIRONMENT_VARIABLE)
+    monkeypatch.delenv(module.PROGRESS)
     monkeypatch.setattr(module, "_TELL_SECONDS", 0.5)
     compile_sources([Code("a")], cache=Cache(tmp_path / "cache"), compiler=compiler_that_takes(tmp_path, 0))
     time.sleep(0.6)
@@ -67,7 +67,7 @@ def test_a_quick_one_is_not(
 @pytest.mark.usefixtures("told")
 @pytest.mark.parametrize("value", ["0", "off", "False"])
 def test_it_can_be_turned_off(value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(module.ENVIRONMENT_VARIABLE, value)
+    monkeypatch.setenv(module.PROGRESS, value)
     with compiling("a", "g++"):
         time.sleep(0.2)
     assert not capsys.readouterr().err
@@ -116,6 +116,6 @@ compile_sources([Text("kernel", "")], compiler=Compiler({slow!r}, "1"))
 """
     environment = {**os.environ, "FLASHGEN_CACHE_DIR": str(tmp_path / "cache")}
     environment |= {"PYTHONPATH": str(Path(__file__).parents[2])}
-    del environment[module.ENVIRONMENT_VARIABLE]
+    del environment[module.PROGRESS]
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     assert done.stderr == "flashgen: compiling kernel (slow-c++) …\n"

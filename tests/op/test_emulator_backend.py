@@ -13,8 +13,7 @@ from torch import Tensor
 
 import flashgen
 from flashgen.hosts.backends import EMULATED
-from flashgen.hosts.emulated import EmulatedKernel, recording
-from flashgen.hosts.emulator_machine import emulator_provider
+from flashgen.hosts.emulated import EmulatedKernel, emulator_provider, recording
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType

@@ -13,8 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashgen
 from flashgen.analysis.variant import analyse
-from flashgen.hosts.emulated import SIZE, recording
-from flashgen.hosts.emulator_machine import EmulatorMachine
+from flashgen.hosts.emulated import SIZE, EmulatorMachine, recording
 from flashgen.hosts.gpu_provider import GpuProvider
 from flashgen.hosts.kernel import ELEMENTS
 from flashgen.ir.shape import Shape

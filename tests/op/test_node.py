@@ -337,7 +337,7 @@ class Recording(host_time.NoDriver):
         self.launched: list[tuple[Any, ...]] = []
         self.encoded: list[tuple[Any, ...]] = []
         self.size_of_struct = 0
-        own = {"launch": self._launch, "clear": self._clear, "encode": self._encode, "stream": self._stream}
+        own = {"launch": self._launch, "clear": self._clear, "encode": self._encode, "stream": self._on_host}
         self._kept = [CALLBACKS[name](function) for name, function in own.items()]
 
     def function(self, path: Any, name: str, shared_bytes: int) -> int:
@@ -377,7 +377,7 @@ class Recording(host_time.NoDriver):
         self.encoded.append((given[0], rank, *map(tuple, (*shape, *box)), *given[7:]))
         return 0
 
-    def _stream(self, index: int, found: Any) -> int:
+    def _on_host(self, index: int, found: Any) -> int:
         found[0] = 77
         return 0
 

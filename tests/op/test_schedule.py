@@ -14,8 +14,7 @@ import torch
 
 from flashgen.analysis.variant import analyse
 from flashgen.hosts import cuda
-from flashgen.hosts.counters import Counters
-from flashgen.hosts.cuda import CudaKernel, CupyDriver
+from flashgen.hosts.cuda import Counters, CudaKernel, CupyDriver
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.lists import LIST_BYTES, ListCache
 from flashgen.hosts.schedule import MOST_ELEMENTS, CallPart, Compiled, DeviceSize, is_readable, schedule
@@ -135,7 +134,7 @@ def test_what_is_read_in_place() -> None:
     assert readable(long.contiguous())
 
 
-class RecordingDriver:
+class RecordingDriver(CupyDriver):
     """Stands for a device: writes down what it is asked for. Arguments are those of ``layout``."""
 
     layout = LAYOUT
@@ -196,7 +195,7 @@ class RecordingDriver:
         return self.written[-1]
 
 
-class Written:
+class Written(cuda.Written):
     """Memory that was written once."""
 
     def __init__(self, address: int, driver: RecordingDriver) -> None:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashgen.distributed.partial import KERNEL, Arguments, Exponents, Seen, add_part, arguments, first_part
 from flashgen.hosts.emulator import DeviceMemory, compile_program
 from flashgen.hosts.standalone import grid
-from flashgen.op.sums import KERNEL, Arguments, Exponents, Seen, add_part, arguments, first_part
 
 B, H, ROWS = 2, 3, 5
 SOFTMAX, SQUARES = Exponents(0.125 / math.log(2.0), 1.0), Exponents(1.0, 2.0)

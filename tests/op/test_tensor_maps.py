@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from flashgen.hosts.cuda import CudaKernel
-from flashgen.hosts.driver_maps import TensorMapRefused, encode
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.schedule import Compiled
 from flashgen.hosts.tensor_maps import (
@@ -21,7 +20,9 @@ from flashgen.hosts.tensor_maps import (
     MOST_REMEMBERED,
     LaunchMaps,
     TensorMap,
+    TensorMapRefused,
     emulated,
+    encode,
     map_bytes,
     tensor_map,
 )

@@ -20,7 +20,7 @@ from flashgen.flex.drawing import picture_of
 from flashgen.ir.expr import literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
-from flashgen.op.op import make_op
+from flashgen.op.op import AttentionOp, OpParts
 from flashgen.picture import mask as usual
 from flashgen.picture.paint import PALETTE, paint, size_of
 from flashgen.plan.plans import Plans
@@ -141,4 +141,5 @@ def test_an_op_without_a_text(op: Any) -> None:
     from dataclasses import replace
 
     bare: AttentionSpec = replace(op.spec, statements=(), mask=literal(True))
-    assert "head_dim 16, 32" in Tags(make_op(bare, None, backend="reference")._repr_html_()).text
+    shown = AttentionOp(OpParts(bare, {"cpu": None}, backend="reference"))
+    assert "head_dim 16, 32" in Tags(shown._repr_html_()).text

@@ -22,8 +22,7 @@ from flashgen.compiler.pipeline import plan_file
 from flashgen.diagnostics import SpecError
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts import cuda, gpu_calls
-from flashgen.hosts.cuda import CudaMissing
-from flashgen.hosts.cuda_machine import cuda_provider
+from flashgen.hosts.cuda import CudaMissing, cuda_provider
 from flashgen.hosts.gpu_calls import launches_of
 from flashgen.hosts.gpu_provider import GpuProvider
 from flashgen.hosts.kernel import ELEMENTS

@@ -14,11 +14,10 @@ import scipy.stats
 import torch
 
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.compiler import tuned
+from flashgen.compiler import tile_choices as tuned
 from flashgen.compiler.compiled import compiled
 from flashgen.compiler.pipeline import plan_file
-from flashgen.compiler.tile_choices import planned, tile_choices
-from flashgen.compiler.tuned import TunedStore
+from flashgen.compiler.tile_choices import TunedStore, planned, tile_choices
 from flashgen.hosts.cpu_backend import CpuProvider
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 import click
 
 from flashgen.cli.console import note, print_json, print_table, progress
-from flashgen.cli.operators import chosen_specs, element_of, loaded_operators
 from flashgen.cli.options import (
     Constant,
     OneOf,
     SomeOf,
     backend_option,
+    chosen_specs,
+    element_of,
     json_option,
+    loaded_operators,
     name_option,
     picture_path,
     read_numbers,

@@ -26,8 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flashgen
 from flashgen.compiler.compiled import compiled
-from flashgen.hosts.counters import Counters
-from flashgen.hosts.cuda import CudaKernel
+from flashgen.hosts.cuda import Counters, CudaKernel, CupyDriver
 from flashgen.hosts.gpu_calls import kernel_variant, launches_of
 from flashgen.hosts.kernel import ArgumentLayout, call_of
 from flashgen.hosts.schedule import Compiled, DeviceSize
@@ -37,7 +36,7 @@ from flashgen.kinds.cached import CACHED
 from flashgen.kinds.dense import DENSE
 from flashgen.kinds.kind import Kind, PassName
 from flashgen.kinds.ragged import RAGGED
-from flashgen.op.op import AttentionOp, make_op
+from flashgen.op.op import AttentionOp, OpParts
 from flashgen.plan.plan import Part
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.registry import GPUS
@@ -47,12 +46,15 @@ TEXT = "attention host_time {{ head_dim 64  {} }}"
 CALLS = 50  # in a row, of one that is timed
 
 
-class NoDriver:
+class NoDriver(CupyDriver):
     """A GPU that starts nothing."""
 
     size = DeviceSize(132, 50 << 20)
 
-    def function(self, path: Path, name: str, shared_bytes: int) -> int:  # noqa: ARG002 - the protocol's names
+    def __init__(self) -> None:
+        """None is there."""
+
+    def function(self, path: Path, name: str, shared_bytes: int) -> int:  # noqa: ARG002 - the names of a driver
         return 1
 
     def stream(self) -> int:
@@ -115,7 +117,7 @@ def imitated(text: str) -> AttentionOp:
 
         return kernel
 
-    return make_op(spec, {"cpu": provider(DENSE)})
+    return AttentionOp(OpParts(spec, {"cpu": provider(DENSE)}))
 
 
 class Alone(torch.autograd.Function):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import flashgen
 from flashgen.distributed.partial import Partial
-from flashgen.hosts.cuda_machine import cuda_provider
+from flashgen.hosts.cuda import cuda_provider
 from flashgen.hosts.kernel import ELEMENTS
 from flashgen.ir.shape import Shape
 from flashgen.kinds.table import KINDS

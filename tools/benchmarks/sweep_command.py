@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from flashgen.cli.console import INTERRUPTED, note, print_json, print_table, progress
-from flashgen.cli.operators import element_of
+from flashgen.cli.options import element_of
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
 

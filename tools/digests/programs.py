@@ -24,7 +24,7 @@ from typing import Any
 import flashgen
 from flashgen.analysis.tangent import with_slopes
 from flashgen.cli import main as command
-from flashgen.hosts.cuda_machine import CudaMachine
+from flashgen.hosts.cuda import CudaMachine
 from flashgen.hosts.gpu_calls import kernel_variant, launches_of
 from flashgen.hosts.gpu_provider import GpuProvider
 from flashgen.kinds.dense import DENSE

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from flashgen.ir.spec import AttentionSpec
-from flashgen.op.eight_bits import F8
+from flashgen.op.signature import F8
 from flashgen.verification.inputs import Inputs
 from flashgen.verification.second_order import DIRECTIONS, numbers_like
 from flashgen.verification.verify import FLOAT32_TOLERANCE, norm, relative_error, widened

@@ -14,11 +14,11 @@ from pathlib import Path
 import flashgen
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts.cpu_backend import CpuProvider
-from flashgen.hosts.emulator_machine import emulator_provider
+from flashgen.hosts.emulated import emulator_provider
 from flashgen.hosts.kernel import KernelProvider
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec
-from flashgen.op.op import AttentionOp, OpParts, make_op
+from flashgen.op.op import AttentionOp, OpParts
 from flashgen.store.cache import Cache
 from flashgen.targets.registry import GPUS
 from flashgen.toolchains.cpp import compile_sources, find_compiler
@@ -46,7 +46,7 @@ def compiled(case: Case, scratch: Path) -> AttentionOp:
         provider = emulator_provider(spec, target, cache=Cache(scratch), sized=sized)
         return _op(case, spec, provider, provider.sources())
     if backend == "tiled":
-        return make_op(without_kernels(case).spec, None)
+        return AttentionOp(OpParts(without_kernels(case).spec, {"cpu": None}))
     if case.file:
         return flashgen.load(case.file, name=case.name, backend=backend)
     return flashgen.loads(case.text, backend=backend)

@@ -13,8 +13,7 @@ from torch import Tensor
 from flashgen.distributed.blocks import cuts
 from flashgen.distributed.partial import Offsets, Partial
 from flashgen.distributed.ring import Walk
-from flashgen.distributed.rounds import Round, Rounds, Unit
-from flashgen.distributed.segments import Segment
+from flashgen.distributed.rounds import Round, Rounds, Segment, Unit
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.op import AttentionOp
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flashgen.diagnostics import SpecError
-from flashgen.store import compiling
+from flashgen.store.build_lock import PROGRESS
 from flashgen.store.cache import ENVIRONMENT_VARIABLE
 from flashgen.toolchains.cpp import CompileFailed
 from tools.fuzz.ranks import ANSWER
@@ -73,7 +73,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     world, address, meet, scratch = sys.argv[1:]
     os.environ[ENVIRONMENT_VARIABLE] = scratch
-    os.environ[compiling.ENVIRONMENT_VARIABLE] = "0"
+    os.environ[PROGRESS] = "0"
     torch.set_num_threads(1)
     ranks = {}
     for rank in range(int(world)):

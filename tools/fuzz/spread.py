@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 import flashgen
 from flashgen.distributed import ContextParallel, Partition, context_parallel, partition
 from flashgen.distributed.exchange import counting
-from flashgen.op.dtensor_captured import indexed
+from flashgen.op.dtensor_spread import indexed
 from flashgen.op.op import AttentionOp
 from flashgen.verification.inputs import Inputs
 from flashgen.verification.verify import norm

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from flashgen.store import compiling
+from flashgen.store.build_lock import PROGRESS
 from flashgen.store.cache import ENVIRONMENT_VARIABLE
 from tools.fuzz.draws import Case
 from tools.fuzz.judge import Finding, Verdict, judge
@@ -35,7 +35,7 @@ def _serve(connection: Connection, scratch: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("ignore")
     os.environ[ENVIRONMENT_VARIABLE] = scratch  # what the compiler remembers of specs is not the user's
-    os.environ[compiling.ENVIRONMENT_VARIABLE] = "0"  # the campaign says how far it is
+    os.environ[PROGRESS] = "0"  # the campaign says how far it is
     while True:
         try:
             case = connection.recv()

@@ -25,8 +25,7 @@ from numpy.typing import NDArray
 from flashgen.analysis.masked_score import conjuncts
 from flashgen.analysis.variant import Variant
 from flashgen.compiler.tile_choices import planned_at
-from flashgen.distributed.blocks import MOST_BLOCKS, MOST_ROWS, Mask, cuts, kept
-from flashgen.distributed.needed_keys import are_few
+from flashgen.distributed.blocks import MOST_BLOCKS, MOST_ROWS, Mask, are_few, cuts, kept
 from flashgen.distributed.partition import Partition, dealt, pairs_of
 from flashgen.ir.build import conjunction
 from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, literal, size, substitute, walk

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import PurePath
 
 from flashgen.compiler.package.manifest import FILE_NAME, INCLUDE, SPEC_FILE_NAME, Manifest, digest
@@ -17,21 +17,11 @@ from flashgen.emit.environment import environment
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.emit.text import pascal_case, spec_digest, spec_lines
 from flashgen.ir.serialize import spec_to_data
-from flashgen.ir.spec import AttentionSpec, Param
+from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
 from flashgen.ir.text import text
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.plan.packed import Packed
 from flashgen.version import __version__
-
-
-@dataclass(frozen=True)
-class _Argument:
-    """A captured tensor or param in the signature of the generated function."""
-
-    name: str
-    annotation: str
-    optional: bool
-    description: str
 
 
 def package_files(spec: AttentionSpec, kernels: Sequence[tuple[KernelSource, Packed]]) -> Mapping[str, bytes]:
@@ -88,18 +78,7 @@ def _module(spec: AttentionSpec) -> str:
             digest=spec_digest(spec)[:16],
             spec_file=_spec_file(spec),
             spec_lines=spec_lines(spec),
-            arguments=tuple(
-                [
-                    _Argument(
-                        tensor.name,
-                        "Tensor",
-                        False,
-                        f"{tensor.element}[{', '.join(text(each) for each in tensor.shape)}]{_receives(tensor.grad)}.",
-                    )
-                    for tensor in spec.tensors
-                ]
-                + [_param(param) for param in spec.params]
-            ),
+            arguments=[*map(_tensor, spec.tensors), *map(_param, spec.params)],
             private=any(name.startswith("__") and not name.endswith("__") for name in names),
             found=next(name for name in ("found", *(f"found_{n}" for n in range(len(names)))) if name not in names),
             dropout=spec.dropout is not None,
@@ -112,15 +91,21 @@ def _module(spec: AttentionSpec) -> str:
     )
 
 
-def _param(param: Param) -> _Argument:
+def _tensor(tensor: CapturedTensor) -> dict[str, object]:
+    """A captured tensor in the signature of the generated function."""
+    shape = f"{tensor.element}[{', '.join(text(each) for each in tensor.shape)}]{_receives(tensor.grad)}."
+    return {"name": tensor.name, "annotation": "Tensor", "optional": False, "description": shape}
+
+
+def _param(param: Param) -> dict[str, object]:
     number = "float" if param.type is ScalarType.FLOAT else "int"
     default = "" if param.default is None else f"; by default {text(param.default)}"
-    return _Argument(
-        param.name,
-        f"{number} | Tensor{'' if param.default is None else ' | None'}",
-        param.default is not None,
-        f"a number or a 0-dim tensor{_receives(param.grad)}{default}.",
-    )
+    return {
+        "name": param.name,
+        "annotation": f"{number} | Tensor{'' if param.default is None else ' | None'}",
+        "optional": param.default is not None,
+        "description": f"a number or a 0-dim tensor{_receives(param.grad)}{default}.",
+    }
 
 
 def _receives(grad: bool) -> str:
