@@ -45,6 +45,14 @@ template <class T> struct WrittenAs<true, T> {
   using Type = float;
 };
 
+// Arguments that a block reads, or those of the present sequence, which are its own.
+template <bool own, class Arguments> struct Own {
+  using Type = const Arguments&;
+};
+template <class Arguments> struct Own<true, Arguments> {
+  using Type = Arguments;
+};
+
 template <class General> struct AnySpec : General {
   // Rows carry what their scores are counted from, or two bytes say whether they are extreme.
   static constexpr bool tops = false, marked = false;
@@ -88,13 +96,13 @@ FG_DEVICE int backwards() { return fg::grid_size() - 1 - fg::block_index(); }
 template <class> struct Parts {};
 
 // Runs a kernel of dK and dV; of one that is for launches that bound scores, or for others, the one that a launch needs.
-template <template <class, class, bool, bool, bool, Adding> class Block, class Spec, class T, bool dropped, bool atomic, Adding how, class... Given>
-FG_DEVICE void run_keys([[maybe_unused]] const typename Spec::Arguments& a, const Given&... given) {
+template <template <class, class, bool, bool, bool, Adding> class Block, class Spec, class T, bool dropped, bool atomic, Adding how, class... Maps>
+FG_DEVICE void run_keys(const typename Spec::Call& call, const typename Spec::Arguments& a, const Maps&... maps) {
   if constexpr (Spec::bounds_rows) {
-    if (make_launch(a).is_bounded) Block<Spec, T, true, dropped, atomic, how>(given...).run();
-    else Block<Spec, T, false, dropped, atomic, how>(given...).run();
+    if (make_launch(a).is_bounded) Block<Spec, T, true, dropped, atomic, how>(call, a, &maps...).run();
+    else Block<Spec, T, false, dropped, atomic, how>(call, a, &maps...).run();
   } else {
-    Block<Spec, T, false, dropped, atomic, how>(given...).run();
+    Block<Spec, T, false, dropped, atomic, how>(call, a, &maps...).run();
   }
 }
 
