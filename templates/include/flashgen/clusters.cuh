@@ -95,6 +95,7 @@ template <class T> FG_DEVICE void send_bytes_async(T* to, const T* from, int byt
 
 template <int blocks> struct Cluster {
   FG_DEVICE static int rank() { return cluster_rank(); }
+  FG_DEVICE static void barrier() { cluster_barrier(); }
 };
 
 // Starts the copy of rows first … of a slab, from `column` on, to a whole tile, Tile::bytes in all, by this thread. The map's box is one

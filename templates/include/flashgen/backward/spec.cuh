@@ -45,6 +45,11 @@ template <class T> struct WrittenAs<true, T> {
   using Type = float;
 };
 
+// What pairs read ahead, where that is nothing.
+struct ReadsNothing {
+  template <class Column> FG_DEVICE const Column& of(const Column& c, int, int, int) const { return c; }
+};
+
 // Arguments that a block reads, or those of the present sequence, which are its own.
 template <bool own, class Arguments> struct Own {
   using Type = const Arguments&;
@@ -73,6 +78,12 @@ template <class General> struct AnySpec : General {
   using KeyGradients = GradientList<>;
   using QueryGradients = GradientList<>;
   using SinkGradients = GradientList<>;
+  // Of the keys' those that are stored from fragments of dS, and the one that batch entries add to in turn.
+  using StoredGradients = GradientList<>;
+  using SummedGradients = GradientList<>;
+  static constexpr bool knows_diagonals = false;  // what scores read by distance may be known before products are there
+  using PairElement = uint16_t;                   // of the captured tensor that pairs read ahead
+  template <int rows, int tiles> using Ahead = ReadsNothing;
 };
 
 // What arrives at a score, by one of its derivatives.
@@ -91,9 +102,6 @@ FG_DEVICE void place_as_sum([[maybe_unused]] Line& line, [[maybe_unused]] const 
 
 // Kernels that follow one another go through the heads there and back, so that each begins with what the last cache still holds.
 FG_DEVICE int backwards() { return fg::grid_size() - 1 - fg::block_index(); }
-
-// The base of blocks: what few of them have is looked for by `this` only where it is used.
-template <class> struct Parts {};
 
 // Runs a kernel of dK and dV; of one that is for launches that bound scores, or for others, the one that a launch needs.
 template <template <class, class, bool, bool, bool, Adding> class Block, class Spec, class T, bool dropped, bool atomic, Adding how, class... Maps>
