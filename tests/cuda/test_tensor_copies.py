@@ -277,13 +277,13 @@ BACKWARD_MISTAKES = {
     ),
     "served, no wait for a tile": (
         LONG,
-        "signals().await(n);",
+        " signals().await(n);",
         "",
         {FaultKind.UNINITIALIZED, FaultKind.NOT_AWAITED, FaultKind.RACE},
     ),
     "served, no wait for room": (
         LONG,
-        "signals().await_room(n);",
+        " signals().await_room(n);",
         "",
         {FaultKind.MBARRIER, FaultKind.RACE},
     ),
@@ -334,4 +334,4 @@ def test_without_a_mistake_it_is_right() -> None:
     for name, schedule in (("planted_alone", ALONE), ("planted_served", SERVED)):
         run(name, schedule, "struct ForwardMaps", "struct ForwardMaps")
     for name, mask in (("planted_backward_alone", SHORT), ("planted_backward_served", LONG)):
-        run_backward(name, mask, "struct BackwardMaps", "struct BackwardMaps")
+        run_backward(name, mask, "struct Maps", "struct Maps")

@@ -1,11 +1,13 @@
-// dK and dV, and with `atomic` dQ, where warps multiply. Warps may share keys: then P and dS go through shared memory.
+// dK and dV, and with `atomic` dQ, where warps multiply. Warps may share keys: then P and dS go through shared memory. In forward mode
+// what tangents change goes beside it.
 #pragma once
 #include "flashgen/backward/keys.cuh"
+#include "flashgen/products_of_both.cuh"
 
 namespace backward {
 
 template <class Base> struct ByWarps : Base {
-  using typename Base::Spec, typename Base::T, typename Base::P, typename Base::KeptPairs, typename Base::Notes, typename Base::Place, typename Base::Row, typename Base::RowWords, typename Base::Team;
+  using typename Base::Spec, typename Base::T, typename Base::P, typename Base::KeptPairs, typename Base::Notes, typename Base::Place, typename Base::Row, typename Base::RowWords, typename Base::Scores, typename Base::Team;
   using typename Base::KTile, typename Base::Memory, typename Base::OTile, typename Base::PTile, typename Base::QTile, typename Base::VTile;
   using Base::BC, Base::BINS, Base::BR, Base::COPIED_K, Base::COPIED_V, Base::D, Base::DP, Base::DV, Base::atomic, Base::ds_stages, Base::k_tiles, Base::m_tiles, Base::more_stages, Base::s_tiles, Base::split, Base::stages, Base::threads, Base::v_tiles;
   using Base::a, Base::dk, Base::dv, Base::kv_len, Base::memory, Base::part, Base::q_len, Base::u, Base::visits, Base::warp_key, Base::x;
@@ -13,17 +15,33 @@ template <class Base> struct ByWarps : Base {
   using Base::Base;
   KEY_MEMORY_IS_PLANNED
 
+  static_assert(!Spec::tangent || split == 1, "a warp has whole rows of Q's tangents");
+
+  FG_DEVICE QTile t_q_tile(int n) const { return {reinterpret_cast<T*>(memory + Memory::T_Q + fg::stage_of<stages>(n) * QTile::bytes)}; }
+  FG_DEVICE VTile t_v_tile() const { return {reinterpret_cast<T*>(memory + Memory::T_V)}; }
   FG_DEVICE KTile t_k_tile() const { return {reinterpret_cast<T*>(memory + Memory::T_K)}; }
   FG_DEVICE PTile t_ds_tile() const { return {reinterpret_cast<T*>(memory + Memory::T_DS)}; }
 
   // ---- copies ----
-  FG_DEVICE void load_q(int n) {
-    if (n < visits.count()) copy_q(n, visits.tile(n) * BR);
-    fg::copy_async_commit();
+  FG_DEVICE void copy_keys(const Place& place) const {
+    Base::copy_keys(place);
+    if constexpr (Spec::tangent) {
+      if (a.t_k) fg::copy_rows_async<threads, D>(t_k_tile(), rows_of_t_k<T>(a, first_of_t_k(a, place.b, place.hkv)), place.column0, place.count);
+      if (a.t_v) fg::copy_rows_async<threads, DV>(t_v_tile(), rows_of_t_v<T>(a, first_of_t_v(a, place.b, place.hkv)), place.column0, place.count);
+    }
   }
-  FG_DEVICE void copy_q(int n, int first) const {
-    const auto q = rows_of_q<T>(a, visits.noted(&Notes::q));
-    fg::copy_rows_async<threads, COPIED_K>(q_tile(n), q, first, q_len - first);
+  FG_DEVICE void load_q(int n) {
+    if (n < visits.count()) {
+      const int first = visits.tile(n) * BR;
+      const auto q = rows_of_q<T>(a, visits.noted(&Notes::q));
+      fg::copy_rows_async<threads, COPIED_K>(q_tile(n), q, first, q_len - first);
+      if constexpr (Spec::tangent)
+        if (a.t_q) {
+          const int head = visits.noted(&Notes::head), b = unsigned(head) / unsigned(a.heads);
+          fg::copy_rows_async<threads, D>(t_q_tile(n), rows_of_t_q<T>(a, first_of_t_q(a, b, head - b * int(a.heads))), first, q_len - first);
+        }
+    }
+    fg::copy_async_commit();
   }
   FG_DEVICE void load_d_o(int n) {
     if (n < visits.count()) {
@@ -45,19 +63,18 @@ template <class Base> struct ByWarps : Base {
   }
 
   // ---- mainloop ----
-  // The tiles of one window. `Kernel` is the whole of this one: it has the step.
-  template <class Kernel> FG_DEVICE void visit(Kernel& kernel) {
-    kernel.load_q(0);
+  // The tiles of one window.
+  FG_DEVICE void visit() {
+    load_q(0);
     load_d_o(0);
     Base::fetch_rows(0);
     put_rows(0);
     int n = 0;
 #pragma unroll 1
-    for (; n < visits.partials(); ++n) kernel.template step<true>(n);
+    for (; n < visits.partials(); ++n) step<true>(n);
 #pragma unroll 1
-    for (; n < visits.count(); ++n) kernel.template step<false>(n);
+    for (; n < visits.count(); ++n) step<false>(n);
   }
-  FG_DEVICE void visit() { visit(*this); }
 
   // One query tile. Copies run in the order Q0 dO0 Q1 dO1 …, dO one tile ahead, Q as many as there are stages.
   template <bool masked> FG_DEVICE void step(int n) {
@@ -70,14 +87,29 @@ template <class Base> struct ByWarps : Base {
       Team::barrier();
     }
     // Sᵀ = K Qᵀ, dPᵀ = V dOᵀ, for this warp's keys and its part of the queries
-    fg::Accumulators<m_tiles, s_tiles> s, dp;
+    Scores s, dp;
     fg::clear(s);
-    if (weighs()) fg::product(s, k_tile(), warp_key, q_tile(n), part * 8 * s_tiles);
+    [[maybe_unused]] Scores t_s, t_p;  // and what it changes by: t(dot)ᵀ = tK Qᵀ + K tQᵀ
+    if constexpr (Spec::tangent) {
+      fg::clear(t_s);
+      fg::clear(t_p);
+      if (a.t_k && a.t_q) {
+        fg::product_and_tangent(s, t_s, k_tile(), t_k_tile(), warp_key, q_tile(n), t_q_tile(n));
+      } else {
+        fg::product(s, k_tile(), warp_key, q_tile(n), 0);
+        if (a.t_k) fg::product(t_s, t_k_tile(), warp_key, q_tile(n), 0);
+        if (a.t_q) fg::product(t_s, k_tile(), warp_key, t_q_tile(n), 0);
+      }
+    } else if (weighs()) fg::product(s, k_tile(), warp_key, q_tile(n), part * 8 * s_tiles);
     fg::copy_async_wait<stages - 1>();
     Team::barrier();
     const KeptPairs kept_pairs = weighs() ? Base::drawn_pairs(n) : KeptPairs{};
     fg::clear(dp);
-    if (weighs()) {
+    if constexpr (Spec::tangent) {
+      if (a.t_v) fg::product_of_both(dp, t_p, v_tile(), t_v_tile(), warp_key, d_o_tile(n));
+      else fg::product(dp, v_tile(), warp_key, d_o_tile(n), 0);
+      Base::template pairs<masked, MovingPair<Spec, masked, Base::dropped>>(s, dp, kept_pairs, n, t_s, t_p);
+    } else if (weighs()) {
       fg::product(dp, v_tile(), warp_key, d_o_tile(n), part * 8 * s_tiles);
       Base::template pairs<masked>(s, dp, kept_pairs, n);
     }
@@ -93,10 +125,13 @@ template <class Base> struct ByWarps : Base {
           for (int t = 0; t < s_tiles; ++t) {
             const int column = part * 8 * s_tiles + 8 * t;
             fg::store_fragment(ds_tile(n), warp_key + 16 * m, column, dp.at[m][t], lane);
+            if constexpr (Spec::tangent) fg::store_fragment(t_ds_tile(), warp_key + 16 * m, column, t_s.at[m][t], lane);
             if constexpr (split > 1) fg::store_fragment(p_tile(), warp_key + 16 * m, column, s.at[m][t], lane);
           }
       }
-    if constexpr (split == 1) {
+    if constexpr (Spec::tangent) {
+      fg::product_across(dv, t_p, d_o_tile(n), 0);
+    } else if constexpr (split == 1) {
       fg::product_across(dv, s, d_o_tile(n), 0);
     } else {
       Team::barrier();
@@ -107,6 +142,8 @@ template <class Base> struct ByWarps : Base {
     put_rows(n + 1);
     if constexpr (split == 1) fg::product_across(dk, dp, q_tile(n), 0);
     else fg::product_across<false>(dk, ds_tile(n), warp_key, q_tile(n), part * 8 * k_tiles);
+    if constexpr (Spec::tangent)
+      if (a.t_q) fg::product_across(dk, t_s, t_q_tile(n), 0);
     if constexpr (atomic) add_to_dq(n);
     if (stages == 1) {
       Team::barrier();

@@ -3,7 +3,7 @@
 // A schedule derives from Keys and adds how tiles come, are multiplied, and how dK and dV leave; KeyVisits is the way through its heads.
 #pragma once
 #include "flashgen/backward/captured_pairs.cuh"
-#include "flashgen/backward/pair.cuh"
+#include "flashgen/backward/moving_pair.cuh"
 #include "flashgen/lists.cuh"
 #include "flashgen/parts.cuh"
 #include "flashgen/persistent.cuh"
@@ -305,8 +305,11 @@ template <class Spec_, class T_, bool in_bounds_, bool dropped_, bool atomic_, A
     if constexpr (dropped) draw(kept_pairs, Spec::dropout(a, u, x), query, int(a.kv_start) + column0() + warp_key);
     return kept_pairs;
   }
-  // Products to Pᵀ (in s) and dSᵀ ∘ ∂S/∂dot (in dp), but for a constant slope.
-  template <bool masked> FG_DEVICE void pairs(fg::Accumulators<m_tiles, s_tiles>& s, fg::Accumulators<m_tiles, s_tiles>& dp, const KeptPairs& kept_pairs, int n) {
+  // Products to Pᵀ (in s) and dSᵀ ∘ ∂S/∂dot (in dp), but for a constant slope. Of forward mode in `moved` t(dot) to what reaches it, and dP
+  // of tV to tPᵀ.
+  using Scores = fg::Accumulators<m_tiles, s_tiles>;
+  template <bool masked, class OnePair = Pair<Spec, masked, dropped, in_bounds>, class... Moved>
+  FG_DEVICE void pairs(Scores& s, Scores& dp, const KeptPairs& kept_pairs, int n, Moved&... moved) {
     const int row0 = visits.tile(n) * BR;
     typename Sums::template OfTile<masked> of_tile;
     of_tile.find(*this, row0);
@@ -326,10 +329,10 @@ template <class Spec_, class T_, bool in_bounds_, bool dropped_, bool atomic_, A
 #pragma unroll
         for (int k = 0; k < 2 * m_tiles; ++k) {
           const int m = k / 2, at = k % 2 * 2 + e;
-          Pair<Spec, masked, dropped, in_bounds> pair = {a, u, x, r, columns[k], 1.0f, true};
+          OnePair pair = {a, u, x, r, columns[k], 1.0f, true};
           if (masked) pair.kept = row0 + row < q_len && key(k) < keys && keep(a, u, x, r, columns[k]);
           if constexpr (dropped) pair.survivor = kept_pairs.of(m, t, at, a.dropout_scale);
-          pair.differentiate(s.at[m][t][at], dp.at[m][t][at], state);
+          pair.differentiate(s.at[m][t][at], dp.at[m][t][at], moved.at[m][t][at]..., state);
           of_tile.add(*this, pair, t, e, k);
           if constexpr (Spec::sqdist)
             if (pair.kept) by_column[k] += pair.d_norm();

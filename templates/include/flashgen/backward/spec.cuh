@@ -100,6 +100,11 @@ FG_DEVICE void place_as_sum([[maybe_unused]] Line& line, [[maybe_unused]] const 
   if constexpr (Spec::diagonals && !masked) line.begin = begin, line.offset = offset;
 }
 
+// Printed templates of forward mode.
+template <class> FG_DEVICE void rows_of_t_q();
+template <class> FG_DEVICE void rows_of_t_k();
+template <class> FG_DEVICE void rows_of_t_v();
+
 // Kernels that follow one another go through the heads there and back, so that each begins with what the last cache still holds.
 FG_DEVICE int backwards() { return fg::grid_size() - 1 - fg::block_index(); }
 

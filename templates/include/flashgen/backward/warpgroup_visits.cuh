@@ -102,7 +102,7 @@ template <class Base> struct WarpgroupVisits : KeyVisits<Base> {
   using typename Base::Spec, typename Base::T, typename Base::P, typename Base::Memory, typename Base::Notes, typename Base::Place, typename Base::Team;
   using Base::CONSUMERS, Base::SEEN, Base::atomic, Base::clustered, Base::has_producers, Base::k_tiles, Base::moves, Base::persistent, Base::prefetches_next, Base::v_tiles;
   using Base::a, Base::dk, Base::dv, Base::maps, Base::memory, Base::u, Base::visits, Base::x;
-  using Base::end_tile, Base::first_tile, Base::place, Base::tiles;
+  using Base::end_tile, Base::first_tile, Base::locate, Base::place, Base::store_keys, Base::tiles;
   using Visits::Visits, Visits::begin_keys, Visits::visit_heads;
 
   FG_DEVICE void run() {
@@ -174,7 +174,7 @@ template <class Base> struct WarpgroupVisits : KeyVisits<Base> {
   // Brings K and V of the present tile.
   FG_DEVICE Place start_tile_of_keys() const {
     const int number = fg::shared_load(&Base::tile(this->ordinal)->number);
-    const Place place = Base::locate(number);
+    const Place place = locate(number);
     begin_keys(place);
     if (threadIdx.x == 0) fg::shared_store(&visits.notes()->number, number);
     return place;
@@ -197,13 +197,13 @@ template <class Base> struct WarpgroupVisits : KeyVisits<Base> {
         const Place before = place;
         if (more) place = start_tile_of_keys();
         move_to(sequence);
-        Base::store_keys(before);
+        store_keys(before);
         if (more) move_to(noted(&Base::tile(this->ordinal)->sequence));
       } else {
         more = is_more();
         const Place before = place;
         if (more) place = start_tile_of_keys();
-        if (fg::shared_load(&done->parts) == 1 || add_up_parts(done)) Base::store_keys(before);
+        if (fg::shared_load(&done->parts) == 1 || add_up_parts(done)) store_keys(before);
       }
     }
   }
@@ -249,7 +249,7 @@ template <class Base> struct WarpgroupVisits : KeyVisits<Base> {
       if constexpr (prefetches_next) fg::copy_async_wait<0>();  // the list
       Team::barrier();  // everyone is done with K, V and the list before
       const int number = visits.noted(&Notes::next);
-      if (number >= Base::work_tiles()) return Base::store_keys(before);  // a block has one key tile at least
+      if (number >= Base::work_tiles()) return store_keys(before);  // a block has one key tile at least
       const Place place = next_place(number, first);
       begin_keys(place);
       if (threadIdx.x == 0) fg::shared_store(&visits.notes()->number, number);
@@ -259,7 +259,7 @@ template <class Base> struct WarpgroupVisits : KeyVisits<Base> {
         if (started && threadIdx.x == 0) start_first_tile(place, first);
       }
       if (fg::knows_next()) this->next_work_tile = fg::fetch_work_tile(key_tile_counter_of(a), Base::work_tiles());
-      if (!first) Base::store_keys(before);
+      if (!first) store_keys(before);
       visit_heads(place, first, started);
     }
   }
@@ -275,7 +275,7 @@ template <class Base> struct WarpgroupVisits : KeyVisits<Base> {
         }
         return Base::place_of(work_tile.head, fg::tile_of_copied(Base::copied_list()));
       }
-    return Base::locate(number);
+    return locate(number);
   }
   // Q and dO of the first visit for the first query head.
   FG_DEVICE void start_first_tile(const Place& place, bool first) const {
