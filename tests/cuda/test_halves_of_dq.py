@@ -184,7 +184,7 @@ MISTAKES = {
     "no wait for Q": (CAUSAL, "q_signals().await(n);\n    if", "if", LATE),
     "no wait for dO": (CAUSAL, "      signals().await(n);\n      start_dp(dp, n)", "start_dp(dp, n)", LATE),
     "no wait for what rows carry": (CAUSAL, "signals().await(n, ROWS_SHOWN);\n  }", "}", LATE),
-    "no wait for the room of dO": (CAUSAL, "      signals().await_room(n);\n", "", EARLY),
+    "no wait for the room of dO": (CAUSAL, "    signals().await_room(n);\n", "", EARLY),
 }
 
 

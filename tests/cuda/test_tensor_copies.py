@@ -130,7 +130,7 @@ def test_windows_of_two_tiles_backward(mask: str) -> None:
     """Query heads that share keys, too, begin with fresh signals."""
     text = f"head_dim 16  {mask}  schedule {{ backward_Br = 64 }}"
 
-    op = changed(f"windows_{mask == SHORT}", text, "backward", WINDOWS, r"\g<1>2", count=5)
+    op = changed(f"windows_{mask == SHORT}", text, "backward", WINDOWS, r"\g<1>2", count=6)
     q, d_o = random(1, 2, 400, 16, seed=0), random(1, 2, 400, 16, seed=1)
     k, v = random(1, 1, 200, 16, seed=2), random(1, 1, 200, 16, seed=3)
     for deterministic in (False, True):

@@ -30,9 +30,9 @@ template <class Base> struct ByWarpgroups : Base {
   using typename Base::Spec, typename Base::T, typename Base::P, typename Base::Ahead, typename Base::KeptPairs, typename Base::Known, typename Base::Notes, typename Base::PairElement, typename Base::Place, typename Base::Row, typename Base::RowWords, typename Base::Team;
   using typename Base::KTile, typename Base::Memory, typename Base::OTile, typename Base::PTile, typename Base::QTile, typename Base::VTile;
   using Base::BC, Base::BINS, Base::BR, Base::D, Base::DP, Base::DV, Base::DVP, Base::SEEN, Base::atomic, Base::ds_stages, Base::has_producers, Base::k_tiles, Base::more_stages, Base::pairs_staged, Base::persistent, Base::s_tiles, Base::split, Base::stages, Base::takes_turns, Base::threads, Base::v_tiles;
-  using Base::CARRIERS, Base::CONSUMERS, Base::COPIERS_OF_PAIRS, Base::PRODUCERS, Base::ROWS_SHOWN, Base::rows_each;
+  using Base::CARRIERS, Base::CONSUMERS, Base::COPIERS_OF_PAIRS, Base::PRODUCERS, Base::ROWS_SHOWN;
   using Base::a, Base::dk, Base::dv, Base::kv_len, Base::maps, Base::memory, Base::part, Base::q_len, Base::u, Base::visits, Base::warp, Base::warp_key, Base::x;
-  using Base::carry, Base::column0, Base::d_o_tile, Base::drawn_pairs, Base::ds_tile, Base::fetch_rows, Base::k_tile, Base::load_lse, Base::load_rows, Base::lse_rows, Base::put_row, Base::put_rows, Base::q_tile, Base::rows, Base::seen_rows, Base::transpose, Base::v_tile;
+  using Base::column0, Base::d_o_tile, Base::drawn_pairs, Base::ds_tile, Base::fetch_rows, Base::k_tile, Base::load_lse, Base::load_rows, Base::lse_rows, Base::put_row, Base::put_rows, Base::q_tile, Base::rows, Base::seen_rows, Base::transpose, Base::v_tile;
   using Base::Base;
   using Signals = fg::Signals<stages, (P::producers > 0 ? 2 : 1)>;
   using StagedPairs = fg::StagedPairs<PairElement, BC>;  // what pairs of 16 queries read
@@ -129,37 +129,13 @@ template <class Base> struct ByWarpgroups : Base {
 
 
   // ---- copies ----
-  FG_DEVICE void copy_tiles() {
+  FG_DEVICE void start_once_free(int n, int thread) const {
+    signals().await_room(n);
+    if (thread == 0) start_tile(n);
+  }
+  // Without tensor copies.
+  FG_DEVICE void copy_by_threads() {
     const int count = visits.count(), thread = int(threadIdx.x) - CONSUMERS;
-    if constexpr (P::tensor_copies) {
-      bool staged = false;
-      if constexpr (pairs_staged) {
-        staged = has_chunks();
-        if (staged && thread >= CARRIERS && thread < CARRIERS + COPIERS_OF_PAIRS) copy_pairs();
-      }
-      if (thread >= CARRIERS) return;
-#pragma unroll 1
-      for (int n = 0; n < count; ++n) {
-        [[maybe_unused]] uint32_t number_of_turn = 0;
-        if constexpr (takes_turns)
-          if (thread == 0) number_of_turn = this->claim_turn(n);  // while there is no room for what is copied
-        if constexpr (Spec::prefetch && Spec::weighs_first)
-          if (!staged) Base::prefetch_pairs(n, thread);
-        float lses[rows_each], deltas[rows_each];  // on their way while there is no room for them
-        uint32_t seen[rows_each][SEEN > 0 ? SEEN : 1];
-        const bool partial = n < visits.partials();
-        if constexpr (Spec::row_state) carry(lses, deltas, n, thread);
-        if constexpr (SEEN > 0)
-          if (partial) carry(seen, n, thread);
-        signals().await_room(n);
-        if (thread == 0) start_tile(n);
-        if constexpr (Spec::row_state) Base::put_carried(lses, deltas, seen, partial, n, thread);
-        if constexpr (takes_turns)
-          if (thread == 0) this->await_turn(n, number_of_turn);
-        fg::mbarrier_arrive(signals().full(n, ROWS_SHOWN));  // after what was read of the block's place, too: a next head overwrites it
-      }
-      return;
-    }
 #pragma unroll 1
     for (int n = 0; n < count; ++n) {
       if (n >= stages) fg::barrier_wait(used(n), PRODUCERS + CONSUMERS);

@@ -100,7 +100,7 @@ template <class Base> struct NextKeyTiles : Base {
 template <class Base> struct WarpgroupVisits : KeyVisits<Base> {
   using Visits = KeyVisits<Base>;
   using typename Base::Spec, typename Base::T, typename Base::P, typename Base::Memory, typename Base::Notes, typename Base::Place, typename Base::Team;
-  using Base::CONSUMERS, Base::SEEN, Base::atomic, Base::clustered, Base::has_producers, Base::k_tiles, Base::moves, Base::persistent, Base::prefetches_next, Base::v_tiles;
+  using Base::CARRIERS, Base::CONSUMERS, Base::SEEN, Base::clustered, Base::has_producers, Base::k_tiles, Base::moves, Base::persistent, Base::prefetches_next, Base::rows_each, Base::takes_turns, Base::v_tiles;
   using Base::a, Base::dk, Base::dv, Base::maps, Base::memory, Base::u, Base::visits, Base::x;
   using Base::end_tile, Base::first_tile, Base::locate, Base::place, Base::store_keys, Base::tiles;
   using Visits::Visits, Visits::begin_keys, Visits::visit_heads;
@@ -141,9 +141,43 @@ template <class Base> struct WarpgroupVisits : KeyVisits<Base> {
           const int head = visits.noted(&Notes::head), b = unsigned(head) / unsigned(a.heads);
           x = make_head(a, u, b, head - b * int(a.heads));
         }
-        if (visits.count() > 0) Base::copy_tiles();
+        if (visits.count() > 0) copy_tiles();
         if constexpr (Base::clears) Base::clear_rest(window);
       }
+  }
+
+  FG_DEVICE void copy_tiles() {
+    if constexpr (P::tensor_copies) start_copies();
+    else Base::copy_by_threads();
+  }
+  // One thread starts tensor copies; others bring what rows carry.
+  FG_DEVICE void start_copies() {
+    const int count = visits.count(), thread = int(threadIdx.x) - CONSUMERS;
+    bool staged = false;
+    if constexpr (Base::pairs_staged) {
+      staged = Base::has_chunks();
+      if (staged && thread >= CARRIERS && thread < CARRIERS + Base::COPIERS_OF_PAIRS) Base::copy_pairs();
+    }
+    if (thread >= CARRIERS) return;
+#pragma unroll 1
+    for (int n = 0; n < count; ++n) {
+      [[maybe_unused]] uint32_t number_of_turn = 0;
+      if constexpr (takes_turns)
+        if (thread == 0) number_of_turn = Base::claim_turn(n);  // while there is no room for what is copied
+      if constexpr (Spec::prefetch && Spec::weighs_first)
+        if (!staged) Base::prefetch_pairs(n, thread);
+      float lses[rows_each], deltas[rows_each];  // on their way while there is no room for them
+      uint32_t seen[rows_each][SEEN > 0 ? SEEN : 1];
+      const bool partial = n < visits.partials();
+      if constexpr (Spec::row_state) Base::carry(lses, deltas, n, thread);
+      if constexpr (SEEN > 0)
+        if (partial) Base::carry(seen, n, thread);
+      Base::start_once_free(n, thread);
+      if constexpr (Spec::row_state) Base::put_carried(lses, deltas, seen, partial, n, thread);
+      if constexpr (takes_turns)
+        if (thread == 0) Base::await_turn(n, number_of_turn);
+      fg::mbarrier_arrive(Base::signals().full(n, Base::ROWS_SHOWN));  // after what was read of the block's place, too: a next head overwrites it
+    }
   }
 
   // ---- persistent blocks ----

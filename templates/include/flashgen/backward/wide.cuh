@@ -16,10 +16,10 @@ namespace backward {
 template <class Base> struct Wide : Base {
   using typename Base::Spec, typename Base::T, typename Base::P, typename Base::Ahead, typename Base::KeptPairs, typename Base::Known, typename Base::Notes, typename Base::Place, typename Base::RowWords, typename Base::Team;
   using typename Base::KTile, typename Base::Memory, typename Base::OTile, typename Base::PTile, typename Base::QTile, typename Base::TheirK, typename Base::VTile;
-  using Base::BC, Base::BINS, Base::BR, Base::D, Base::DP, Base::DV, Base::OWN_K, Base::OWN_V, Base::SEEN, Base::atomic, Base::clustered, Base::ds_stages, Base::k_tiles, Base::more_stages, Base::paired, Base::persistent, Base::s_tiles, Base::shares_dq, Base::split, Base::stages, Base::takes_turns, Base::threads, Base::v_tiles;
-  using Base::CARRIERS, Base::CONSUMERS, Base::ROWS_SHOWN, Base::rows_each;
+  using Base::BC, Base::BINS, Base::BR, Base::D, Base::DP, Base::DV, Base::OWN_K, Base::OWN_V, Base::atomic, Base::clustered, Base::ds_stages, Base::k_tiles, Base::more_stages, Base::paired, Base::persistent, Base::s_tiles, Base::shares_dq, Base::split, Base::stages, Base::takes_turns, Base::threads, Base::v_tiles;
+  using Base::CARRIERS, Base::ROWS_SHOWN;
   using Base::a, Base::dk, Base::dv, Base::maps, Base::memory, Base::part, Base::q_len, Base::visits, Base::warp_key;
-  using Base::carry, Base::d_o_tile, Base::drawn_pairs, Base::ds_tile, Base::first_of_own, Base::k_tile, Base::load_rows, Base::p_tile, Base::q_tile, Base::rows, Base::their_k_tile, Base::transpose, Base::v_tile;
+  using Base::d_o_tile, Base::drawn_pairs, Base::ds_tile, Base::first_of_own, Base::k_tile, Base::load_rows, Base::p_tile, Base::q_tile, Base::rows, Base::their_k_tile, Base::transpose, Base::v_tile;
   using Base::Base;
   using QSignals = fg::Signals<stages>;
   using Signals = fg::Signals<1, 2>;
@@ -53,35 +53,16 @@ template <class Base> struct Wide : Base {
     else if constexpr (paired) fg::copy_part_to_all<P::cluster>(to, map, first, slab, signal);
     else fg::copy_tile_async(to, map, first, slab, signal);
   }
-  FG_DEVICE void copy_tiles() {
-    const int count = visits.count(), thread = int(threadIdx.x) - CONSUMERS;
-    if (thread >= CARRIERS) return;
-#pragma unroll 1
-    for (int n = 0; n < count; ++n) {
-      [[maybe_unused]] uint32_t number_of_turn = 0;
-      if constexpr (takes_turns)
-        if (thread == 0) number_of_turn = this->claim_turn(n);  // while there is no room for what is copied
-      if constexpr (Spec::prefetch && Spec::weighs_first) Base::prefetch_pairs(n, thread);
-      float lses[rows_each], deltas[rows_each];  // on their way while there is no room for them
-      uint32_t seen[rows_each][SEEN > 0 ? SEEN : 1];
-      const bool partial = n < visits.partials();
-      if constexpr (Spec::row_state) carry(lses, deltas, n, thread);
-      if constexpr (SEEN > 0)
-        if (partial) carry(seen, n, thread);
-      q_signals().await_room(n);
-      if (thread == 0) {
-        fg::mbarrier_expect(q_signals().full(n), QTile::bytes);
-        copy_tile(q_tile(n), maps->q, first_of_own(OWN_K), visits.tile(n) * BR, visits.noted(&Notes::q), q_signals().full(n));
-      }
-      signals().await_room(n);
-      if (thread == 0) {
-        fg::mbarrier_expect(signals().full(n), OTile::bytes);
-        copy_tile(d_o_tile(n), maps->d_o, first_of_own(OWN_V), visits.tile(n) * BR, visits.noted(&Notes::d_o), signals().full(n));
-      }
-      if constexpr (Spec::row_state) Base::put_carried(lses, deltas, seen, partial, n, thread);
-      if constexpr (takes_turns)
-        if (thread == 0) this->await_turn(n, number_of_turn);
-      fg::mbarrier_arrive(signals().full(n, ROWS_SHOWN));  // after what was read of the block's place, too: a next head overwrites it
+  FG_DEVICE void start_once_free(int n, int thread) const {
+    q_signals().await_room(n);
+    if (thread == 0) {
+      fg::mbarrier_expect(q_signals().full(n), QTile::bytes);
+      copy_tile(q_tile(n), maps->q, first_of_own(OWN_K), visits.tile(n) * BR, visits.noted(&Notes::q), q_signals().full(n));
+    }
+    signals().await_room(n);
+    if (thread == 0) {
+      fg::mbarrier_expect(signals().full(n), OTile::bytes);
+      copy_tile(d_o_tile(n), maps->d_o, first_of_own(OWN_V), visits.tile(n) * BR, visits.noted(&Notes::d_o), signals().full(n));
     }
   }
 
