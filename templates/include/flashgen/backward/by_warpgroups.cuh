@@ -29,7 +29,7 @@ template <int s_tiles> struct CarriedByRows {
 template <class Base> struct ByWarpgroups : Base {
   using typename Base::Spec, typename Base::T, typename Base::P, typename Base::Ahead, typename Base::KeptPairs, typename Base::Known, typename Base::Notes, typename Base::PairElement, typename Base::Place, typename Base::Row, typename Base::RowWords, typename Base::Team;
   using typename Base::KTile, typename Base::Memory, typename Base::OTile, typename Base::PTile, typename Base::QTile, typename Base::VTile;
-  using Base::BC, Base::BINS, Base::BR, Base::D, Base::DP, Base::DV, Base::DVP, Base::SEEN, Base::atomic, Base::ds_stages, Base::has_producers, Base::k_tiles, Base::more_stages, Base::pairs_staged, Base::persistent, Base::s_tiles, Base::split, Base::stages, Base::takes_turns, Base::threads, Base::v_tiles;
+  using Base::BC, Base::BINS, Base::BR, Base::D, Base::DP, Base::DV, Base::DVP, Base::SEEN, Base::atomic, Base::ds_stages, Base::has_producers, Base::k_tiles, Base::more_stages, Base::row_bytes, Base::pairs_staged, Base::persistent, Base::s_tiles, Base::split, Base::stages, Base::takes_turns, Base::threads, Base::v_tiles;
   using Base::CARRIERS, Base::CONSUMERS, Base::COPIERS_OF_PAIRS, Base::PRODUCERS, Base::ROWS_SHOWN;
   using Base::a, Base::dk, Base::dv, Base::kv_len, Base::maps, Base::memory, Base::part, Base::q_len, Base::u, Base::visits, Base::warp, Base::warp_key, Base::x;
   using Base::column0, Base::d_o_tile, Base::drawn_pairs, Base::ds_tile, Base::fetch_rows, Base::k_tile, Base::load_lse, Base::load_rows, Base::lse_rows, Base::put_row, Base::put_rows, Base::q_tile, Base::rows, Base::seen_rows, Base::transpose, Base::v_tile;

@@ -9,7 +9,7 @@ namespace backward {
 template <class Base> struct ByWarps : Base {
   using typename Base::Spec, typename Base::T, typename Base::P, typename Base::KeptPairs, typename Base::Notes, typename Base::Place, typename Base::Row, typename Base::RowWords, typename Base::Scores, typename Base::Team;
   using typename Base::KTile, typename Base::Memory, typename Base::OTile, typename Base::PTile, typename Base::QTile, typename Base::VTile;
-  using Base::BC, Base::BINS, Base::BR, Base::COPIED_K, Base::COPIED_V, Base::D, Base::DP, Base::DV, Base::atomic, Base::ds_stages, Base::k_tiles, Base::m_tiles, Base::more_stages, Base::s_tiles, Base::split, Base::stages, Base::threads, Base::v_tiles;
+  using Base::BC, Base::BINS, Base::BR, Base::COPIED_K, Base::COPIED_V, Base::D, Base::DP, Base::DV, Base::atomic, Base::ds_stages, Base::k_tiles, Base::m_tiles, Base::more_stages, Base::row_bytes, Base::s_tiles, Base::split, Base::stages, Base::threads, Base::v_tiles;
   using Base::a, Base::dk, Base::dv, Base::kv_len, Base::memory, Base::part, Base::q_len, Base::u, Base::visits, Base::warp_key, Base::x;
   using Base::d_o_tile, Base::ds_tile, Base::k_tile, Base::p_tile, Base::put_rows, Base::q_tile, Base::rows, Base::v_tile, Base::weighs;
   using Base::Base;

@@ -54,6 +54,7 @@ template <class Spec_, class T_, bool in_bounds_, bool dropped_, bool atomic_, A
   using OTile = fg::SharedTile<T, BR, OWN_V>;
   using PTile = fg::SharedTile<T, BC, BR>;
   using TheirK = fg::SharedTile<T, BC, DP / 2>;
+  static constexpr int row_bytes = 4 * RowWords::count;  // of what a row carries
   static constexpr int BINS = Spec::BINS;
   using Memory = BackwardMemory<T, atomic>;
 

@@ -16,7 +16,7 @@ namespace backward {
 template <class Base> struct Wide : Base {
   using typename Base::Spec, typename Base::T, typename Base::P, typename Base::Ahead, typename Base::KeptPairs, typename Base::Known, typename Base::Notes, typename Base::Place, typename Base::RowWords, typename Base::Team;
   using typename Base::KTile, typename Base::Memory, typename Base::OTile, typename Base::PTile, typename Base::QTile, typename Base::TheirK, typename Base::VTile;
-  using Base::BC, Base::BINS, Base::BR, Base::D, Base::DP, Base::DV, Base::OWN_K, Base::OWN_V, Base::atomic, Base::clustered, Base::ds_stages, Base::k_tiles, Base::more_stages, Base::paired, Base::persistent, Base::s_tiles, Base::shares_dq, Base::split, Base::stages, Base::takes_turns, Base::threads, Base::v_tiles;
+  using Base::BC, Base::BINS, Base::BR, Base::D, Base::DP, Base::DV, Base::OWN_K, Base::OWN_V, Base::atomic, Base::clustered, Base::ds_stages, Base::k_tiles, Base::more_stages, Base::row_bytes, Base::paired, Base::persistent, Base::s_tiles, Base::shares_dq, Base::split, Base::stages, Base::takes_turns, Base::threads, Base::v_tiles;
   using Base::CARRIERS, Base::ROWS_SHOWN;
   using Base::a, Base::dk, Base::dv, Base::maps, Base::memory, Base::part, Base::q_len, Base::visits, Base::warp_key;
   using Base::d_o_tile, Base::drawn_pairs, Base::ds_tile, Base::first_of_own, Base::k_tile, Base::load_rows, Base::p_tile, Base::q_tile, Base::rows, Base::their_k_tile, Base::transpose, Base::v_tile;
