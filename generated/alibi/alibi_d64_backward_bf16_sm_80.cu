@@ -483,7 +483,7 @@ struct Spec : AnySpec<::Spec> {
   static_assert(Memory::Q_bytes == stages * QTile::bytes, "Q: what the plan counts"); \
   static_assert(Memory::O_bytes == more_stages * OTile::bytes, "dO: what the plan counts"); \
   static_assert(Memory::DS_bytes == (atomic || split > 1) * ds_stages * PTile::bytes, "dS: what the plan counts"); \
-  static_assert(Memory::ROWS_bytes == more_stages * 4 * RowWords::count * BR, "lse, delta: what the plan counts"); \
+  static_assert(Memory::ROWS_bytes == more_stages * row_bytes * BR, "lse, delta: what the plan counts"); \
   static_assert(Memory::LIST_bytes == int(sizeof(VisitList)), "list of tiles: what the plan counts"); \
   static_assert(Memory::SUMS_bytes == 4 * P::warps, "sums, histograms: what the plan counts");
 #include "flashgen/backward/by_warps.cuh"
