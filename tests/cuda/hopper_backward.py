@@ -61,7 +61,7 @@ def gradients(op: AttentionOp, *, deterministic: bool = False) -> float:
 def check_windows_of_two_tiles(name: str, text: str) -> None:
     """Gradients are right where a list of visits is worked on by two tiles at a time."""
     windows = r"(window \+=? |first\(\) \+ )fg::WINDOW"
-    op = changed(name, text, "backward", windows, r"\g<1>2", count=5)
+    op = changed(name, text, "backward", windows, r"\g<1>2", count=6)
     for deterministic in (False, True):
         assert gradients(op, deterministic=deterministic) < 0.01
 

@@ -133,8 +133,8 @@ MISTAKES = {
         LATE,
     ),
     "dP is sent before it is there": (
-        "fg::wait_products<0>(dp);\n        this->send(dp, this->OF_DP);  //",
-        "this->send(dp, this->OF_DP);  //",
+        "fg::wait_products<0>(dp);\n        send(dp, OF_DP);  //",
+        "send(dp, OF_DP);  //",
         LATE,
     ),
     "nobody says how much comes": (
@@ -143,7 +143,7 @@ MISTAKES = {
         {FaultKind.DEADLOCK},
     ),
     "blocks do not wait until both have begun": (
-        "make_exchange();\n      fg::cluster_barrier();",
+        "make_exchange();\n      fg::Cluster<P::cluster>::barrier();",
         "make_exchange();\n      fg::block_barrier();",
         EARLY_IN_CLUSTERS | {FaultKind.DEADLOCK},
     ),
@@ -162,8 +162,8 @@ def test_mistakes_in_a_kernel_that_was_right(name: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("fg::wait_products<1>(s);\n        this->send(", "this->send("),  # before it is there
-        ("fg::cluster_rank() ^ 1", "fg::cluster_rank()"),  # to itself
+        ("fg::wait_products<1>(s);\n        send(", "send("),  # before it is there
+        ("signal, fg::cluster_rank() ^ 1", "signal, fg::cluster_rank()"),  # to itself
     ],
 )
 def test_what_is_sent_and_to_whom_shows_in_numbers(old: str, new: str) -> None:
@@ -174,8 +174,8 @@ def test_what_is_sent_and_to_whom_shows_in_numbers(old: str, new: str) -> None:
 def test_s_has_to_be_read_before_dp_is_sent() -> None:
     """What comes next from the other block takes the place of S."""
     old, new = (
-        r"(?s)this->receive\(s, this->OF_S, n\);([^}]*?)(this->send\(dp, this->OF_DP\);)  //",
-        r"\1\2 this->receive(s, this->OF_S, n); //",
+        r"(?s)receive\(s, OF_S, n\);([^}]*?)(send\(dp, OF_DP\);)  //",
+        r"\1\2 receive(s, OF_S, n); //",
     )
     op = changed("columns_order", CAUSAL, "backward", old, new)
     with pytest.raises(EmulatorError) as caught:

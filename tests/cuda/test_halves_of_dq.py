@@ -118,7 +118,7 @@ def test_windows_of_two_tiles(text: str) -> None:
 # Where it is, what was planted, what the emulator may call it.
 MISTAKES = {
     "P is not waited for": (CAUSAL, "known, ahead);\n      Team::barrier();", "known, ahead);", LATE),
-    "dS is not waited for": (CAUSAL, "Team::barrier();  // dS is there\n", "", LATE),
+    "dS is not waited for": (CAUSAL, "Team::barrier();  // dS is there\n      if", "if", LATE),
     "own keys, dS of the last tile is not waited for": (
         LATENT,
         "hand_over(n);\n        await_ds(n);",
@@ -145,8 +145,8 @@ MISTAKES = {
     ),
     "nobody says that P is used up": (
         CAUSAL,
-        "fg::barrier_arrive(USED_UP + 1 - group(), threads);",
-        "",
+        "fg::barrier_arrive(USED_UP + 1 - group(), threads);  // done with P and dS",
+        "//",
         {FaultKind.DEADLOCK},
     ),
     "P and dS are not published": (
@@ -184,7 +184,7 @@ MISTAKES = {
     "no wait for Q": (CAUSAL, "q_signals().await(n);\n    if", "if", LATE),
     "no wait for dO": (CAUSAL, "      signals().await(n);\n      start_dp(dp, n)", "start_dp(dp, n)", LATE),
     "no wait for what rows carry": (CAUSAL, "signals().await(n, ROWS_SHOWN);\n  }", "}", LATE),
-    "no wait for the room of dO": (CAUSAL, "      signals().await_room(n);\n", "", EARLY),
+    "no wait for the room of dO": (CAUSAL, "    signals().await_room(n);\n", "", EARLY),
 }
 
 

@@ -93,18 +93,18 @@ MISTAKES = {
         {FaultKind.RACE, FaultKind.UNINITIALIZED, FaultKind.NOT_AWAITED},
     ),
     "a list that nobody has waited for": (
-        "      fg::copy_async_wait<0>();  // the list\n",
+        "      if constexpr (prefetches_next) fg::copy_async_wait<0>();  // the list\n",
         "",
         {FaultKind.NOT_AWAITED, FaultKind.UNINITIALIZED},
     ),
     "the first tile by signals of the tile before": (
-        "    make_signals(!first);\n",
-        "    if (first) make_signals(false);\n",
+        "    Base::make_signals(!first);\n",
+        "    if (first) Base::make_signals(false);\n",
         {FaultKind.MBARRIER, FaultKind.NOT_AWAITED, FaultKind.RACE, FaultKind.UNINITIALIZED, FaultKind.DEADLOCK},
     ),
     "signals are made over others": (
-        "    make_signals(!first);\n",
-        "    make_signals(false);\n",
+        "    Base::make_signals(!first);\n",
+        "    Base::make_signals(false);\n",
         {FaultKind.MBARRIER},
     ),
     "dK and dV to the place of the next tile": (

@@ -22,8 +22,8 @@ PLAIN = "head_dim 64"
 # Of 5 key tiles two blocks have two each, and half of the last one's queries.
 SHAPE = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 2 * 128 * LEAST_PART - 5, "kv_len": 4 * 128 + 9}
 PLANTED = {
-    "a tile before the other is done": ("fg::barrier_meet(TILE_KNOWN, P::threads);", ""),
-    "one place for the next tile and this one": ("Memory::NEXT_TILES) + n % 4", "Memory::NEXT_TILES)"),
+    "a tile before the other is done": ("fg::barrier_meet(Base::TILE_KNOWN, P::threads);", ""),
+    "one place for the next tile and this one": ("Memory::NEXT_TILES) + n % (moves ? 2 : 4)", "Memory::NEXT_TILES)"),
     "parts that are not all there": ("if (fg::shared_load(last) == 0) return false;", ""),
     "one place for all parts": ("int64_t(unit) * (CONSUMERS", "int64_t(group) * (CONSUMERS"),
     "queries of all parts": ("tiles() * (part + 1) / parts", "tiles()"),

@@ -45,9 +45,9 @@ OF_SERVED = {
 }
 OF_THE_BACKWARD_PASS = {
     "queries without an end": ("{int(a.q_begin), int(a.q_len)}", "{int(a.q_begin), int(a.q_rows - a.q_begin)}"),
-    "dV over a neighbour's rows": ("(to_dv, dv.at[0], warp_key, count)", "(to_dv, dv.at[0], warp_key, BC)"),
-    "a tile before the other is done": ("fg::barrier_meet(TILE_KNOWN, P::threads);", ""),
-    "one place for two tiles": ("(memory + Memory::NEXT_TILES) + n % 2", "(memory + Memory::NEXT_TILES)"),
+    "dV over a neighbour's rows": ("(to_dv, dv.at[0], warp_key, place.count)", "(to_dv, dv.at[0], warp_key, BC)"),
+    "a tile before the other is done": ("fg::barrier_meet(Base::TILE_KNOWN, P::threads);", ""),
+    "one place for two tiles": ("(memory + Memory::NEXT_TILES) + n % (moves ? 2 : 4)", "(memory + Memory::NEXT_TILES)"),
     "dK of the next sequence": ("move_to(sequence); store_keys(before);", "store_keys(before);"),
     "signals that nobody made": ("first = first && tiles() == 0;", "first = false;"),
     "K and V that nobody awaits": ("if (tiles() == 0) fg::copy_async_wait<0>();", ""),

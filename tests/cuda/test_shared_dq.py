@@ -110,8 +110,8 @@ MISTAKES = {
         EARLY_IN_CLUSTERS,
     ),
     "a window begins before both are done": (
-        "{ fg::cluster_barrier(); }",
-        "{ fg::barrier_meet(1, P::threads); }",
+        "fg::Cluster<P::cluster>::barrier();  //",
+        "fg::barrier_meet(1, P::threads);  //",
         EARLY_IN_CLUSTERS | {FaultKind.DEADLOCK},
     ),
 }

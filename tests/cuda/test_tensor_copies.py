@@ -130,7 +130,7 @@ def test_windows_of_two_tiles_backward(mask: str) -> None:
     """Query heads that share keys, too, begin with fresh signals."""
     text = f"head_dim 16  {mask}  schedule {{ backward_Br = 64 }}"
 
-    op = changed(f"windows_{mask == SHORT}", text, "backward", WINDOWS, r"\g<1>2", count=5)
+    op = changed(f"windows_{mask == SHORT}", text, "backward", WINDOWS, r"\g<1>2", count=6)
     q, d_o = random(1, 2, 400, 16, seed=0), random(1, 2, 400, 16, seed=1)
     k, v = random(1, 1, 200, 16, seed=2), random(1, 1, 200, 16, seed=3)
     for deterministic in (False, True):
@@ -277,13 +277,13 @@ BACKWARD_MISTAKES = {
     ),
     "served, no wait for a tile": (
         LONG,
-        "signals().await(n);",
+        " signals().await(n);",
         "",
         {FaultKind.UNINITIALIZED, FaultKind.NOT_AWAITED, FaultKind.RACE},
     ),
     "served, no wait for room": (
         LONG,
-        "signals().await_room(n);",
+        " signals().await_room(n);",
         "",
         {FaultKind.MBARRIER, FaultKind.RACE},
     ),
@@ -334,4 +334,4 @@ def test_without_a_mistake_it_is_right() -> None:
     for name, schedule in (("planted_alone", ALONE), ("planted_served", SERVED)):
         run(name, schedule, "struct MapsOfTangents", "struct MapsOfTangents")
     for name, mask in (("planted_backward_alone", SHORT), ("planted_backward_served", LONG)):
-        run_backward(name, mask, "struct BackwardMaps", "struct BackwardMaps")
+        run_backward(name, mask, "struct Maps", "struct Maps")

@@ -15,8 +15,8 @@ from tests.cuda.hopper_backward import check_gradients_repeat, check_results_and
 WHOLE, PARTS = 128, 64
 CAUSAL = "head_dim 64  mask causal"
 PLANTED = {
-    "dS of the other warpgroup is not awaited": ("await_ds(n - 1);\n", "\n"),
-    "P of the tile before": ("fg::wait_products<0>(dv, dk, p, ds);", ""),
+    "dS of the other warpgroup is not awaited": ("await_ds(n - 1);\n      start_dq", "start_dq"),
+    "P of the tile before": ("put_dq(dq);\n    }\n    fg::wait_products<0>(dv, dk, p, ds);", "put_dq(dq);\n    }"),
     "dQ before it is there": ("fg::wait_products<2>(dq);", ""),
 }
 

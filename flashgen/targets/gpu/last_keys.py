@@ -25,7 +25,7 @@ def shares_last(variant: Variant, tiles: Backward) -> bool:
 def parts_of_last(tiles: Backward, sizes: Mapping[str, int], blocks: int) -> tuple[int, int]:
     """How many key tiles are left once all ``blocks`` have had as many, and how many of these work on each.
 
-    As ``parts_of`` of ``templates/cuda/backward/keys/persistent.cuh.jinja`` has it.
+    As ``parts_of`` of ``templates/include/flashgen/backward/warpgroup_visits.cuh`` has it.
     """
     key_tiles = sizes["batch"] * sizes["kv_heads"] * -(-sizes["kv_len"] // tiles.Bc)
     queries, group = -(-sizes["q_len"] // tiles.Br), sizes["heads"] // sizes["kv_heads"]

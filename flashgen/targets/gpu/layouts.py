@@ -195,7 +195,7 @@ def backward_layout(recipe: Recipe, element: ElementType, tiles: Backward, *, wi
         Part("T_DS", "tangents of dS", tangents * with_dq * tile_bytes(Bc, Br, element), "atomic * PTile::bytes"),
         dq,
         Part("PAIRS", "what pairs read", staged, "(P::pairs_staged && atomic) * (BR / 16) * StagedPairs::bytes"),
-        Part("ROWS", title, more * WORD * words * Br, "more_stages * 4 * RowWords::count * BR"),
+        Part("ROWS", title, more * WORD * words * Br, "more_stages * row_bytes * BR"),
         Part("MARKS", title, more * 2 * (recipe.extremes is Extremes.MARKS) * Br, "more_stages * 2 * BR"),
         Part("COPIED", "next list", next_too * COPIED_LIST, "persistent * fg::COPIED_BYTES"),
         Part("NEXT_TILES", "next tile", served * next_tiles, next_code),

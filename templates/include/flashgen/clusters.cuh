@@ -3,6 +3,7 @@
 // Contract: a block arrives at mbarriers of another, and copies into its shared memory, once cluster_barrier has ordered
 // that after these were made, and before a cluster_barrier that all come to at the end.
 #pragma once
+#include "flashgen/team.cuh"
 #include "flashgen/tensor_copies.cuh"
 
 namespace fg {
@@ -91,6 +92,11 @@ template <class T> FG_DEVICE void send_bytes_async(T* to, const T* from, int byt
 }
 
 #endif  // FLASHGEN_EMULATOR
+
+template <int blocks> struct Cluster {
+  FG_DEVICE static int rank() { return cluster_rank(); }
+  FG_DEVICE static void barrier() { cluster_barrier(); }
+};
 
 // Starts the copy of rows first … of a slab, from `column` on, to a whole tile, Tile::bytes in all, by this thread. The map's box is one
 // panel.

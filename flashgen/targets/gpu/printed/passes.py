@@ -63,7 +63,6 @@ class BackwardCode:
     """The pass of dK and dV.
 
     ``persistent``: blocks that add up dQ take one key tile after another. ``row_words``: what each query carries.
-    ``has_turns``: batch entries take turns at a gradient; ``clears``: elements of one that no pair adds to are cleared.
     """
 
     tiles: Backward
@@ -71,18 +70,8 @@ class BackwardCode:
     memory: Printed
     row_words: str
     persistent: bool
-    clears: bool
-    has_turns: bool
     shares_last: bool
-    most_parts: int = MOST_PARTS
     most_units: int = MOST_UNITS
-    least_part: int = LEAST_PART
-    part_overhead: int = PART_OVERHEAD
-
-    @property
-    def prefetches_next(self) -> bool:
-        """Whether blocks bring the list of the next key tile while they work on one."""
-        return self.persistent and self.tiles.prefetches_next
 
 
 @dataclass(frozen=True)
@@ -154,6 +143,9 @@ def backward_code(plan: GpuPlan) -> BackwardCode:
         "stores_whole": bool(tiles.stored_whole(recipe)),
         "takes_turns": tiles.takes_turns(recipe),
         "divided": plan.own.queries.split > 1,  # some of the warps that share keys may weigh none
+        "most_parts": MOST_PARTS,
+        "least_part": LEAST_PART,
+        "part_overhead": PART_OVERHEAD,
     }
     names = (*_OF_BACKWARD, "dq_sent") if tiles.halves_dq else _OF_BACKWARD
     return BackwardCode(
@@ -162,8 +154,6 @@ def backward_code(plan: GpuPlan) -> BackwardCode:
         memory=printed("BackwardMemory", "The same for dK and dV.", "class T, bool atomic", layouts),
         row_words=row_words(recipe).places("RowWords"),
         persistent=recipe.one_pass and tiles.persistent,
-        clears=bool(tiles.stored_whole(recipe)),
-        has_turns=tiles.takes_turns(recipe),
         shares_last=shares_last(recipe.variant, tiles),
     )
 

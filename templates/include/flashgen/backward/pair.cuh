@@ -14,11 +14,6 @@ FG_DEVICE float exponent_of(const typename Spec::Launch& u, float score, [[maybe
   else return score * Spec::factor(u) - lse;
 }
 
-// What pairs read ahead, where that is nothing.
-struct ReadsNothing {
-  template <class Column> FG_DEVICE const Column& of(const Column& c, int, int, int) const { return c; }
-};
-
 // Of a pair of row r and column c, in the loops over pairs of a tile.
 template <class Spec, bool masked, bool dropped, bool in_bounds> struct Pair {
   using Row = typename Spec::Row;

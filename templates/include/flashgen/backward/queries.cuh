@@ -1,9 +1,11 @@
-// The kernel of dQ alone, for calls whose results have to repeat and for sums over rows: one block a query tile, as forward.
+// The kernel of dQ alone, for calls whose results have to repeat and for sums over rows: one block a query tile, as forward. In forward mode
+// what tangents change goes beside it.
 #pragma once
 #include "flashgen/backward/captured.cuh"
-#include "flashgen/backward/pair.cuh"
+#include "flashgen/backward/moving_pair.cuh"
 #include "flashgen/lists.cuh"
 #include "flashgen/parts.cuh"
+#include "flashgen/products_of_both.cuh"
 
 namespace backward {
 
@@ -23,6 +25,7 @@ template <class Spec, class T, bool in_bounds, bool dropped, Adding how> struct 
   static_assert(BR % (16 * row_warps) == 0 && BC % own_keys == 0 && own_keys % 8 == 0 && BR <= threads, "a warp has whole fragments, a row a thread");
   static_assert(DP % (16 * split) == 0, "warps that share rows have parts of one length");
   static_assert(!P::warpgroups || (m_tiles == 1 && P::warps % 4 == 0), "a warpgroup has 64 rows");
+  static_assert(!Spec::tangent || split == 1, "a warp has whole rows of Q's tangents");
 
   using QTile = fg::SharedTile<T, BR, DP>;
   using OTile = fg::SharedTile<T, BR, DVP>;
@@ -42,7 +45,7 @@ template <class Spec, class T, bool in_bounds, bool dropped, Adding how> struct 
   Visits<Notes> visits;
 
   Row rows[lane_rows];  // this lane's
-  RowState states[lane_rows];
+  MovingRow states[lane_rows];
   fg::Accumulators<m_tiles, q_tiles> dq;
   float by_row[lane_rows];  // Σ_j P where what arrives at lse arrives at |q|², else Σ_j dS ∂S/∂|q|²
   Sums<typename Spec::QueryGradients, lane_rows> sums;
@@ -97,6 +100,9 @@ template <class Spec, class T, bool in_bounds, bool dropped, Adding how> struct 
   FG_DEVICE OTile d_o_tile() const { return {reinterpret_cast<T*>(memory + Memory::O)}; }
   FG_DEVICE KTile k_tile(int n) const { return {reinterpret_cast<T*>(memory + Memory::K + fg::stage_of<stages>(n) * KTile::bytes)}; }
   FG_DEVICE VTile v_tile(int n) const { return {reinterpret_cast<T*>(memory + Memory::V + fg::stage_of<stages>(n) * VTile::bytes)}; }
+  FG_DEVICE QTile t_q_tile() const { return {reinterpret_cast<T*>(memory + Memory::T_Q)}; }
+  FG_DEVICE KTile t_k_tile(int n) const { return {reinterpret_cast<T*>(memory + Memory::T_K + fg::stage_of<stages>(n) * KTile::bytes)}; }
+  FG_DEVICE VTile t_v_tile(int n) const { return {reinterpret_cast<T*>(memory + Memory::T_V + fg::stage_of<stages>(n) * VTile::bytes)}; }
   FG_DEVICE int row(int r) const { return warp_row + 16 * (r / 2) + fg::fragment_row(r % 2 * 2); }
   FG_DEVICE int own_column(int t) const { return (part * q_tiles + t) * 8; }
 
@@ -127,6 +133,8 @@ template <class Spec, class T, bool in_bounds, bool dropped, Adding how> struct 
     const auto d_o = rows_of_d_o<T>(a, first_of_d_o(a, place.b, place.h));
     fg::copy_rows_async<threads, D>(q_tile(), q, place.row0, place.count);
     fg::copy_rows_async<threads, DV>(d_o_tile(), d_o, place.row0, place.count);
+    if constexpr (Spec::tangent)
+      if (a.t_q) fg::copy_rows_async<threads, D>(t_q_tile(), rows_of_t_q<T>(a, first_of_t_q(a, place.b, place.h)), place.row0, place.count);
   }
   FG_DEVICE void begin_rows(const Place& place) {
     fg::clear(dq);
@@ -145,6 +153,10 @@ template <class Spec, class T, bool in_bounds, bool dropped, Adding how> struct 
           if constexpr (Spec::split_score && !Spec::norms) states[n].top -= row_score(a, u, x, rows[n]);
         }
         states[n].delta = real ? fg::global_load(delta_of(a) + place.first_row + last) : 0.0f;
+        if constexpr (Spec::tangent) {
+          states[n].moved = real ? fg::global_load(a.t_lse + place.first_row + last) : 0.0f;
+          states[n].epsilon = real ? fg::global_load(epsilon_of(a) + place.first_row + last) : 0.0f;
+        }
       }
       by_row[n] = 0.0f;
       sums.clear(n);
@@ -282,6 +294,12 @@ template <class Spec, class T, bool in_bounds, bool dropped, Adding how> struct 
       const auto v = rows_of_v<T>(a, visits.noted(&Notes::v));
       fg::copy_rows_async<threads, D>(k_tile(n), k, first, kv_len - first);
       fg::copy_rows_async<threads, DV>(v_tile(n), v, first, kv_len - first);
+      if constexpr (Spec::tangent) {
+        const Place place = this->place();
+        const int hkv = place.h / (int(a.heads) / int(a.kv_heads));
+        if (a.t_k) fg::copy_rows_async<threads, D>(t_k_tile(n), rows_of_t_k<T>(a, first_of_t_k(a, place.b, hkv)), first, kv_len - first);
+        if (a.t_v) fg::copy_rows_async<threads, DV>(t_v_tile(n), rows_of_t_v<T>(a, first_of_t_v(a, place.b, hkv)), first, kv_len - first);
+      }
     }
     fg::copy_async_commit();
   }
@@ -292,7 +310,8 @@ template <class Spec, class T, bool in_bounds, bool dropped, Adding how> struct 
     fg::copy_async_wait<stages - 1>();
     begin_tile(n);
     Scores s, dp;
-    if constexpr (split > 1) multiply_in_parts<masked>(s, dp, n, column0);
+    if constexpr (Spec::tangent) multiply_tangents<masked>(s, dp, n, column0);
+    else if constexpr (split > 1) multiply_in_parts<masked>(s, dp, n, column0);
     else multiply<masked>(s, dp, n, column0);
     fg::block_barrier();
     load(n + stages);
@@ -311,6 +330,25 @@ template <class Spec, class T, bool in_bounds, bool dropped, Adding how> struct 
     fg::product(dp, d_o_tile(), warp_row, v_tile(n), 0);
     pairs<masked>(s, dp, column0);
     fg::product_across(dq, dp, k_tile(n), 0);
+  }
+  template <bool masked> FG_DEVICE void multiply_tangents(Scores& s, Scores& dp, int n, int column0) {
+    Scores t_s, t_p;
+    fg::clear(s);
+    fg::clear(t_s);
+    if (a.t_k && a.t_q) {
+      fg::product_and_tangent(s, t_s, q_tile(), t_q_tile(), warp_row, k_tile(n), t_k_tile(n));
+    } else {
+      fg::product(s, q_tile(), warp_row, k_tile(n), 0);
+      if (a.t_k) fg::product(t_s, q_tile(), warp_row, t_k_tile(n), 0);
+      if (a.t_q) fg::product(t_s, t_q_tile(), warp_row, k_tile(n), 0);
+    }
+    fg::clear(dp);
+    fg::product(dp, d_o_tile(), warp_row, v_tile(n), 0);
+    fg::clear(t_p);
+    if (a.t_v) fg::product(t_p, d_o_tile(), warp_row, t_v_tile(n), 0);
+    pairs<masked, MovingPair<Spec, masked, dropped>>(s, dp, column0, t_s, t_p);
+    fg::product_across(dq, dp, k_tile(n), 0);
+    if (a.t_k) fg::product_across(dq, t_s, t_k_tile(n), 0);
   }
   // This warp's first key of a tile; where that has fewer than there are warps to share them, some weigh none.
   FG_DEVICE int own_key() const { return part * own_keys; }
@@ -334,8 +372,9 @@ template <class Spec, class T, bool in_bounds, bool dropped, Adding how> struct 
   }
 
   FG_DEVICE float* norms() const { return reinterpret_cast<float*>(memory + Memory::KK); }
-  // Products to P (in s) and dS ∘ ∂S/∂dot (in dp), but for a constant slope.
-  template <bool masked> FG_DEVICE void pairs(Scores& s, Scores& dp, int column0) {
+  // Products to P (in s) and dS ∘ ∂S/∂dot (in dp), but for a constant slope; in `moved` what they change by to what reaches that, and dP of tV
+  // to tP.
+  template <bool masked, class OnePair = Pair<Spec, masked, dropped, in_bounds>, class... Moved> FG_DEVICE void pairs(Scores& s, Scores& dp, int column0, Moved&... moved) {
     [[maybe_unused]] const auto kept_pairs = drawn_pairs(column0);
     if constexpr (Spec::marked) count_from_tops(s);
 #pragma unroll
@@ -349,10 +388,10 @@ template <class Spec, class T, bool in_bounds, bool dropped, Adding how> struct 
 #pragma unroll
         for (int k = 0; k < lane_rows; ++k) {
           float &value = s.at[k / 2][t][k % 2 * 2 + e], &d_value = dp.at[k / 2][t][k % 2 * 2 + e];
-          Pair<Spec, masked, dropped, in_bounds> pair = {a, u, x, rows[k], c, 1.0f, true};
+          OnePair pair = {a, u, x, rows[k], c, 1.0f, true};
           if (masked) pair.kept = column < kv_len && keep(a, u, x, rows[k], c);
           if constexpr (dropped) pair.survivor = kept_pairs.of(k / 2, t, k % 2 * 2 + e, a.dropout_scale);
-          pair.differentiate(value, d_value, states[k]);
+          pair.differentiate(value, d_value, moved.at[k / 2][t][k % 2 * 2 + e]..., states[k]);
           sums.add(pair, k);
           if constexpr (Spec::by_lse) by_row[k] += value;
           else if constexpr (Spec::sqdist)

@@ -45,6 +45,19 @@ template <class T> struct WrittenAs<true, T> {
   using Type = float;
 };
 
+// What pairs read ahead, where that is nothing.
+struct ReadsNothing {
+  template <class Column> FG_DEVICE const Column& of(const Column& c, int, int, int) const { return c; }
+};
+
+// Arguments that a block reads, or those of the present sequence, which are its own.
+template <bool own, class Arguments> struct Own {
+  using Type = const Arguments&;
+};
+template <class Arguments> struct Own<true, Arguments> {
+  using Type = Arguments;
+};
+
 template <class General> struct AnySpec : General {
   // Rows carry what their scores are counted from, or two bytes say whether they are extreme.
   static constexpr bool tops = false, marked = false;
@@ -65,6 +78,12 @@ template <class General> struct AnySpec : General {
   using KeyGradients = GradientList<>;
   using QueryGradients = GradientList<>;
   using SinkGradients = GradientList<>;
+  // Of the keys' those that are stored from fragments of dS, and the one that batch entries add to in turn.
+  using StoredGradients = GradientList<>;
+  using SummedGradients = GradientList<>;
+  static constexpr bool knows_diagonals = false;  // what scores read by distance may be known before products are there
+  using PairElement = uint16_t;                   // of the captured tensor that pairs read ahead
+  template <int rows, int tiles> using Ahead = ReadsNothing;
 };
 
 // What arrives at a score, by one of its derivatives.
@@ -81,20 +100,22 @@ FG_DEVICE void place_as_sum([[maybe_unused]] Line& line, [[maybe_unused]] const 
   if constexpr (Spec::diagonals && !masked) line.begin = begin, line.offset = offset;
 }
 
+// Printed templates of forward mode.
+template <class> FG_DEVICE void rows_of_t_q();
+template <class> FG_DEVICE void rows_of_t_k();
+template <class> FG_DEVICE void rows_of_t_v();
+
 // Kernels that follow one another go through the heads there and back, so that each begins with what the last cache still holds.
 FG_DEVICE int backwards() { return fg::grid_size() - 1 - fg::block_index(); }
 
-// The base of blocks: what few of them have is looked for by `this` only where it is used.
-template <class> struct Parts {};
-
 // Runs a kernel of dK and dV; of one that is for launches that bound scores, or for others, the one that a launch needs.
-template <template <class, class, bool, bool, bool, Adding> class Block, class Spec, class T, bool dropped, bool atomic, Adding how, class... Given>
-FG_DEVICE void run_keys([[maybe_unused]] const typename Spec::Arguments& a, const Given&... given) {
+template <template <class, class, bool, bool, bool, Adding> class Block, class Spec, class T, bool dropped, bool atomic, Adding how, class... Maps>
+FG_DEVICE void run_keys(const typename Spec::Call& call, const typename Spec::Arguments& a, const Maps&... maps) {
   if constexpr (Spec::bounds_rows) {
-    if (make_launch(a).is_bounded) Block<Spec, T, true, dropped, atomic, how>(given...).run();
-    else Block<Spec, T, false, dropped, atomic, how>(given...).run();
+    if (make_launch(a).is_bounded) Block<Spec, T, true, dropped, atomic, how>(call, a, &maps...).run();
+    else Block<Spec, T, false, dropped, atomic, how>(call, a, &maps...).run();
   } else {
-    Block<Spec, T, false, dropped, atomic, how>(given...).run();
+    Block<Spec, T, false, dropped, atomic, how>(call, a, &maps...).run();
   }
 }
 

@@ -1,13 +1,52 @@
-{#- Inside by_blocks: which queries list a block of keys. -#}
-// ---- Lists, turned ----
-// Two kernels. The first counts how many queries of a span list each block of keys; a query learns how many came before it, in
-// which order is of no matter, as each row is computed by itself. The second knows by the counts where the queries of a block begin,
-// and brings them there.
+// By blocks of keys: which queries list a block.
+//
+// Two kernels turn the lists. The first counts how many queries of a span list each block of keys; a query learns how many came before it,
+// in which order is of no matter, as each row is computed by itself. The second knows by the counts where the queries of a block begin, and
+// brings them there.
+#pragma once
+#include "flashgen/reduce.cuh"
+#include "flashgen/visits.cuh"
 
-constexpr int LISTERS = 256;                                  // threads of a block of either
-constexpr int MOST_NUMBERS = {{ by_blocks.MOST_NUMBERS }};  // of a list, which lanes of a warp have
-constexpr int COUNTED = {{ by_blocks.COUNTED }};            // queries of a block that counts, a warp some
-constexpr int BROUGHT = {{ by_blocks.BROUGHT }};            // of one that brings them
+namespace by_blocks {
+
+constexpr int UNIT = 8;           // rows that lanes hold half of an accumulator of: heads that share keys are whole units
+constexpr float NO_PART = -1.0f;  // in the place of a sum
+
+// Positions are counted from the first query.
+template <class Spec, class Head> FG_DEVICE void place_origin([[maybe_unused]] Head& head, [[maybe_unused]] int origin) {
+  if constexpr (Spec::distance) head.origin = origin;
+}
+FG_DEVICE int group_of(const Arguments& a) { return int(a.heads) / int(a.kv_heads); }
+FG_DEVICE int blocks_of(const Arguments& a) { return (int(a.kv_len) + BLOCK - 1) / BLOCK; }
+FG_DEVICE int spans_of(const Arguments& a) { return (int(a.q_len) + QUERIES - 1) / QUERIES; }  // of queries whose lists are turned together
+// Items that these may have at most: each block of keys has one more than it fills.
+FG_DEVICE int units_of_query(const Arguments& a) { return group_of(a) / UNIT; }
+FG_DEVICE int items_of_span(const Arguments& a) { return QUERIES / ITEM * units_of_query(a) * numbers_of(a) + blocks_of(a); }
+
+FG_DEVICE Head head_of(const Arguments& a, const Launch& u, int b, int h) {
+  Head head = make_head(a, u, b, h);
+  place_origin<Spec>(head, int(a.q_start));
+  return head;
+}
+
+// Some queries of a key/value head, by their number.
+struct Span {
+  int b, kv_head, first, count;
+  int64_t head;  // counted through the batch
+};
+FG_DEVICE Span span_of(const Arguments& a, unsigned number) {
+  const unsigned spans = unsigned(spans_of(a)), head = number / spans, b = head / unsigned(a.kv_heads);
+  const int first = int(number - head * spans) * QUERIES;
+  return {int(b), int(head - b * unsigned(a.kv_heads)), first, fg::min(QUERIES, int(a.q_len) - first), int64_t(head)};
+}
+
+// A query of a span, and at which place of its list a block of keys stands, in a word.
+FG_DEVICE uint32_t entry_of(int query, int place) { return uint32_t(query) | uint32_t(place) << 16; }
+FG_DEVICE int query_of(uint32_t entry) { return int(entry & 0xffff); }
+FG_DEVICE int place_of(uint32_t entry) { return int(entry >> 16); }
+
+
+constexpr int LISTERS = 256;  // threads of a block of either
 constexpr uint32_t NOT_LISTED = ~0u;
 static_assert(QUERIES % COUNTED == 0 && QUERIES % BROUGHT == 0 && QUERIES <= 4096, "a span has whole blocks of threads");
 
@@ -38,7 +77,7 @@ template <class T> FG_DEVICE void count_queries(const Arguments& a) {
     int64_t block = -1;
     if (is_query) {
       [[maybe_unused]] const Row r = make_row(a, u, x, int(a.q_start) + span.first + n);
-      block = fg::global_load(a.{{ mask.listed.tensor }} + ({{ mask.listed.offset }}) + place * a.{{ mask.listed.stride }});
+      block = fg::global_load(number_of_list(a, u, x, r, place));
     }
     const bool is_block = block >= 0 && block < blocks;
     const int own_block = is_block ? int(block) : -1;
@@ -79,7 +118,7 @@ template <class T> FG_DEVICE void bring_queries(const Arguments& a) {
   const int number = int(unsigned(fg::block_index()) / (QUERIES / BROUGHT));  // of the span
   const int thread = int(threadIdx.x), own_warp = fg::warp_index(), blocks = blocks_of(a), numbers = numbers_of(a), units = units_of_query(a);
   int* const starts = reinterpret_cast<int*>(fg::shared_memory());  // of the queries of each block of keys
-  int2* const sums = reinterpret_cast<int2*>(starts + {{ by_blocks.MOST_BLOCKS }});  // of warps
+  int2* const sums = reinterpret_cast<int2*>(starts + MOST_BLOCKS);  // of warps
   const uint32_t* const counts = Parts::counts(a) + int64_t(number) * blocks;
 
   // A thread has some neighbouring blocks: how many queries and items those before have.
@@ -124,3 +163,5 @@ template <class T> FG_DEVICE void bring_queries(const Arguments& a) {
     fg::global_store(entries + fg::shared_load(starts + (rank >> 12)) + (rank & 0xfff), entry_of(own + int(query), int(place)));
   }
 }
+
+}  // namespace by_blocks

@@ -1,94 +1,70 @@
-{%- from "cuda/backward/keys/producers.cuh.jinja" import carried, turns, windows with context -%}
-{%- set copy_tile = "copy_columns_async" if clustered else "copy_part_to_all<P::cluster>" if paired else "copy_tile_async" %}
-{#- Inside backward::Block: the mainloop of two warpgroups that have half of dQ's columns each. #}
-  // ---- by two warpgroups that divide dQ ----
-  // They share 64 keys: each has scores of half a tile's queries and half of the columns of dK and dV, and P and dS go through shared
-  // memory. Or, where registers hold whole rows of dK and dV, each has 64 keys of its own. dQ of a tile is multiplied in the next step:
-  // it leaves while S of that step is multiplied, or with own keys dK. Warps of their own copy Q, dO and what rows carry: one thread starts tensor copies, Q
-  // two tiles ahead, dO one.
+// dK and dV, and with `atomic` dQ, by two warpgroups that have half of the columns of dQ each.
+//
+// They share 64 keys: each has scores of half a tile's queries and half of the columns of dK and dV, and P and dS go through shared
+// memory. Or, where registers hold whole rows of dK and dV, each has 64 keys of its own. dQ of a tile is multiplied in the next step: it
+// leaves while S of that step is multiplied, or with own keys dK. Warps of their own copy Q, dO and what rows carry: one thread starts
+// tensor copies, Q two tiles ahead, dO one.
+#pragma once
+#include "flashgen/backward/stored_pairs.cuh"
+#include "flashgen/backward/warpgroup_keys.cuh"
+#include "flashgen/backward/warpgroup_visits.cuh"
+#include "flashgen/clusters.cuh"
+#include "flashgen/warpgroup_spans.cuh"
 
-  static constexpr int PRODUCERS = 32 * P::producers, CONSUMERS = 32 * P::warps;
+namespace backward {
+
+template <class Base> struct Wide : Base {
+  using typename Base::Spec, typename Base::T, typename Base::P, typename Base::Ahead, typename Base::KeptPairs, typename Base::Known, typename Base::Notes, typename Base::Place, typename Base::RowWords, typename Base::Team;
+  using typename Base::KTile, typename Base::Memory, typename Base::OTile, typename Base::PTile, typename Base::QTile, typename Base::TheirK, typename Base::VTile;
+  using Base::BC, Base::BINS, Base::BR, Base::D, Base::DP, Base::DV, Base::OWN_K, Base::OWN_V, Base::atomic, Base::clustered, Base::ds_stages, Base::k_tiles, Base::more_stages, Base::row_bytes, Base::paired, Base::persistent, Base::s_tiles, Base::shares_dq, Base::split, Base::stages, Base::takes_turns, Base::threads, Base::v_tiles;
+  using Base::CARRIERS, Base::ROWS_SHOWN;
+  using Base::a, Base::dk, Base::dv, Base::maps, Base::memory, Base::part, Base::q_len, Base::visits, Base::warp_key;
+  using Base::d_o_tile, Base::drawn_pairs, Base::ds_tile, Base::first_of_own, Base::k_tile, Base::load_rows, Base::p_tile, Base::q_tile, Base::rows, Base::their_k_tile, Base::transpose, Base::v_tile;
+  using Base::Base;
+  using QSignals = fg::Signals<stages>;
+  using Signals = fg::Signals<1, 2>;
+  KEY_MEMORY_IS_PLANNED
+
+  int exchanged = 0;  // tiles of the windows before
+
   // Named barriers, the last two for each warpgroup: where keys are shared, P and dS of the tile before are used up; where each has its
   // own, the other has shared its dS of tile n, and is done with that of the tile before.
   static constexpr int LIST_FREE = 1, LISTED = 2, USED_UP = 3;
   FG_DEVICE static constexpr int shared_ds(int n, int group) { return 3 + 2 * int(fg::stage_of<2>(n)) + group; }
-  // Of those who copy, the threads that bring what rows carry, and how much each; one warp is enough where that is nothing.
-  static constexpr int CARRIERS = !Spec::row_state ? 32 : PRODUCERS < BR ? PRODUCERS : BR, rows_each = P::producers > 0 ? (BR + CARRIERS - 1) / CARRIERS : 1;
   using ColumnsOfK = fg::Half<KTile>;
   using ColumnsOfV = fg::Half<VTile>;
-  template <class ToDk, class ToDv> FG_DEVICE void store_by_warpgroups(ToDk to_dk, ToDv to_dv, int count) const {
-    if constexpr (Spec::writes_f32_of_keys && split > 1) {
-      fg::copy_async_wait<0>();
-      fg::store_sums<D>(to_dk, dk.at[0], warp_key, fg::ColumnsOfHalf<ColumnsOfK>{part}, count);
-      fg::store_sums<DV>(to_dv, dv.at[0], warp_key, fg::ColumnsOfHalf<ColumnsOfV>{part}, count);
-    } else if constexpr (Spec::writes_f32_of_keys) {
-      fg::copy_async_wait<0>();
-      fg::store_sums<D>(to_dk, dk.at[0], warp_key, fg::ColumnsFrom{0}, count);
-      fg::store_sums<DV>(to_dv, dv.at[0], warp_key, fg::ColumnsFrom{0}, count);
-    } else if constexpr (split > 1) {
-      fg::store_half<T, ColumnsOfK, D, fg::Kept::briefly>(to_dk, dk.at[0], part, warp_key, count);
-      fg::store_half<T, ColumnsOfV, DV, fg::Kept::briefly>(to_dv, dv.at[0], part, warp_key, count);
-    } else {
-      fg::store_fragments<T, D, fg::Kept::briefly>(to_dk, dk.at[0], warp_key, count);
-      fg::store_fragments<T, DV, fg::Kept::briefly>(to_dv, dv.at[0], warp_key, count);
-    }
-    if (atomic && fg::lane_index() == 0) fg::bulk_wait_read();
-  }
   static constexpr bool by_columns = split == 1 || (k_tiles + v_tiles > 32 && P::dq_sent == 0);  // dK and dV leave no registers for all of dQ
   static_assert(!clustered || (split > 1 && P::dq_sent == 0), "dQ leaves by pieces");
   FG_DEVICE int group() const { return split > 1 ? part : fg::warpgroup_index<2>(); }
 
   // Q is there, or dO, and what its rows carry; the warps that multiply are done with it. A window begins with fresh ones.
-  static constexpr int ROWS_SHOWN = 1;  // what a signal says, beside that copies are there
   FG_DEVICE QSignals q_signals() const { return {reinterpret_cast<uint64_t*>(memory + Memory::Q_SIGNALS)}; }
   FG_DEVICE Signals signals() const { return {reinterpret_cast<uint64_t*>(memory + Memory::SIGNALS)}; }
   FG_DEVICE void make_signals(bool again) const {
     if (threadIdx.x != 0) return;
-    if constexpr (shares_dq) this->ds_signals().make(again);
+    if constexpr (shares_dq) ds_signals().make(again);
     constexpr int users = paired ? P::warps * P::cluster : threads;
     q_signals().make(again, users, 1);
     signals().make(again, users, 1, CARRIERS);
   }
 
-{{ windows() }}
-{{- turns() }}
-
-  FG_DEVICE void copy_tiles() {
-    const int count = visits.count(), thread = int(threadIdx.x) - CONSUMERS;
-    if (thread >= CARRIERS) return;
-#pragma unroll 1
-    for (int n = 0; n < count; ++n) {
-      [[maybe_unused]] uint32_t number_of_turn = 0;
-      if constexpr (takes_turns)
-        if (thread == 0) number_of_turn = this->claim_turn(n);  // while there is no room for what is copied
-{%- if spec.prefetch and recipe.weighing.first %}
-      prefetch_pairs(n, thread);
-{%- endif %}
-      float lses[rows_each], deltas[rows_each];  // on their way while there is no room for them
-      uint32_t seen[rows_each][SEEN > 0 ? SEEN : 1];
-      const bool partial = n < visits.partials();
-      if constexpr (Spec::row_state) carry(lses, deltas, n, thread);
-      if constexpr (SEEN > 0)
-        if (partial) carry(seen, n, thread);
-      q_signals().await_room(n);
-      if (thread == 0) {
-        fg::mbarrier_expect(q_signals().full(n), QTile::bytes);
-        fg::{{ copy_tile }}(q_tile(n), maps->q, {{ "first_of_own(OWN_K), " if clustered }}visits.tile(n) * BR, visits.noted(&Notes::q), q_signals().full(n));
-      }
-      signals().await_room(n);
-      if (thread == 0) {
-        fg::mbarrier_expect(signals().full(n), OTile::bytes);
-        fg::{{ copy_tile }}(d_o_tile(n), maps->d_o, {{ "first_of_own(OWN_V), " if clustered }}visits.tile(n) * BR, visits.noted(&Notes::d_o), signals().full(n));
-      }
-      if constexpr (Spec::row_state) put_carried(lses, deltas, seen, partial, n, thread);
-      if constexpr (takes_turns)
-        if (thread == 0) this->await_turn(n, number_of_turn);
-      fg::mbarrier_arrive(signals().full(n, ROWS_SHOWN));  // after what was read of the block's place, too: a next head overwrites it
+  template <class Tile> FG_DEVICE static void copy_tile(Tile to, const fg::TensorMap& map, [[maybe_unused]] int column, int first, int slab, uint64_t* signal) {
+    if constexpr (clustered) fg::copy_columns_async(to, map, column, first, slab, signal);
+    else if constexpr (paired) fg::copy_part_to_all<P::cluster>(to, map, first, slab, signal);
+    else fg::copy_tile_async(to, map, first, slab, signal);
+  }
+  FG_DEVICE void start_once_free(int n, int thread) const {
+    q_signals().await_room(n);
+    if (thread == 0) {
+      fg::mbarrier_expect(q_signals().full(n), QTile::bytes);
+      copy_tile(q_tile(n), maps->q, first_of_own(OWN_K), visits.tile(n) * BR, visits.noted(&Notes::q), q_signals().full(n));
+    }
+    signals().await_room(n);
+    if (thread == 0) {
+      fg::mbarrier_expect(signals().full(n), OTile::bytes);
+      copy_tile(d_o_tile(n), maps->d_o, first_of_own(OWN_V), visits.tile(n) * BR, visits.noted(&Notes::d_o), signals().full(n));
     }
   }
-{{- carried() }}
-{%- include "cuda/backward/keys/weights.cuh.jinja" %}
-{%- if clustered %}
 
   // -- what the blocks of a cluster exchange --
   // Each has sums of S and of dP over its own columns. A warp sends them to the same one of the other block, and adds what that sends: both
@@ -121,11 +97,10 @@
     }
     fg::touch(sum);  // it is read before anything else is sent
   }
-{%- endif %}
 
   FG_DEVICE void multiply_window(bool /*begins*/, bool /*started*/) {
-    {{ meet("LISTED") }};  // Q and dO may come
-    fg::copy_async_wait<0>();              // K and V
+    Base::template meet<LISTED>();  // Q and dO may come
+    fg::copy_async_wait<0>();       // K and V
     fg::publish_shared();
     Team::barrier();
     int n = 0;
@@ -143,12 +118,11 @@
   }
 
   template <bool masked, bool first = false> FG_DEVICE void take_step(int n) {
-    if constexpr (paired) this->template step_with_exchanged_ds<masked, first>(n);
+    if constexpr (paired) step_with_exchanged_ds<masked, first>(n);
     else if constexpr (split > 1) step_with_shared_keys<masked, first>(n);
     else step_with_own_keys<masked, first>(n);
     if constexpr (takes_turns && !paired) this->leave_turn(n);
   }
-{%- if paired %}
   // As with shared keys, and dQ of the tile before is multiplied between S and dP, once the other block's dS is there. Who has a named
   // barrier behind is done with what is read of P and dS.
   template <bool masked, bool first> FG_DEVICE void step_with_exchanged_ds(int n) {
@@ -163,11 +137,11 @@
     start_dp(dp, n);
     signals().await(n, ROWS_SHOWN);
     Ahead ahead;
-    const bool transposed = read_ahead<masked>(ahead, n);
+    const bool transposed = Base::template read_ahead<masked>(ahead, n);
     float carried[2 * s_tiles];
     load_rows(carried, rows(RowWords::lse, n) + 8 * s_tiles * part);
     Known known;
-    ask<masked>(known, n);
+    Base::template ask<masked>(known, n);
     fg::wait_products<adds ? 2 : 1>(s);
     if (transposed) transpose(ahead);
     weigh_and_share<masked>(s, carried, n, known, ahead);
@@ -180,7 +154,7 @@
     if constexpr (adds) put_own_dq(dq, n - 1);
     load_rows(carried, rows(RowWords::delta, n) + 8 * s_tiles * part);
     fg::wait_products<1>(dp);
-    differentiate_pairs<masked>(s, dp, carried, n);
+    Base::template differentiate_pairs<masked>(s, dp, carried, n);
     if constexpr (adds) fg::mbarrier_wait(ds_signals().taken(), (n - 1) % 2);
     share(ds_tile(n), dp);
     Team::barrier();  // dS is there
@@ -244,10 +218,9 @@
 #pragma unroll
     for (int t = 0; t < dq_tiles; ++t) fg::global_add(own + 128 * t, dq.at[0][t]);
   }
-{%- endif %}
   // P to shared memory, once that is used up.
   template <bool masked> FG_DEVICE void weigh_and_share(fg::Accumulators<1, s_tiles>& s, const float (&lses)[2 * s_tiles], int n, const Known& known, const Ahead& ahead) {
-    weigh<masked>(s, lses, n, known, ahead, [&](const fg::Accumulators<1, s_tiles>& weights) {
+    Base::template weigh<masked>(s, lses, n, known, ahead, [&](const fg::Accumulators<1, s_tiles>& weights) {
       fg::barrier_wait(USED_UP + part, threads);
       share(p_tile(), weights);
     });
@@ -257,15 +230,15 @@
     begin_step<first>(s, dp, n);
     if constexpr (Spec::weighs_first) {
       Ahead ahead;
-      const bool transposed = read_ahead<masked>(ahead, n);
+      const bool transposed = Base::template read_ahead<masked>(ahead, n);
       float carried[2 * s_tiles];  // of this lane's rows: read before the wait that it is needed after
       load_rows(carried, rows(RowWords::lse, n) + 8 * s_tiles * part);
       Known known;
-      ask<masked>(known, n);  // so is this
+      Base::template ask<masked>(known, n);  // so is this
       if constexpr (clustered) {
-        this->receive(s, this->OF_S, n);
+        receive(s, OF_S, n);
         fg::wait_products<0>(dp);
-        this->send(dp, this->OF_DP);  // it is on its way while S is weighed
+        send(dp, OF_DP);  // it is on its way while S is weighed
       } else {
         fg::wait_products<1>(s);
       }
@@ -274,9 +247,9 @@
       Team::barrier();  // P is there
       start_dv(n);
       load_rows(carried, rows(RowWords::delta, n) + 8 * s_tiles * part);
-      if constexpr (clustered) this->receive(dp, this->OF_DP, n);
+      if constexpr (clustered) receive(dp, OF_DP, n);
       else fg::wait_products<1>(dp);
-      differentiate_pairs<masked>(s, dp, carried, n);
+      Base::template differentiate_pairs<masked>(s, dp, carried, n);
       share(ds_tile(n), dp);
       Team::barrier();  // dS is there
       if constexpr (Spec::stores_pairs) {
@@ -287,14 +260,14 @@
     } else {
       const KeptPairs kept_pairs = drawn_pairs(n);  // while products run
       if constexpr (clustered) {
-        this->receive(s, this->OF_S, n);
+        receive(s, OF_S, n);
         fg::wait_products<0>(dp);
-        this->send(dp, this->OF_DP);
-        this->receive(dp, this->OF_DP, n);
+        send(dp, OF_DP);
+        receive(dp, OF_DP, n);
       } else {
         fg::wait_products<0>(s, dp);
       }
-      pairs<masked>(s, dp, kept_pairs, n);
+      Base::template pairs<masked>(s, dp, kept_pairs, n);
       fg::barrier_wait(USED_UP + part, threads);
       share(p_tile(), s);
       share(ds_tile(n), dp);
@@ -320,7 +293,7 @@
     if constexpr (clustered) {
       const auto send_s = [&] {
         fg::wait_products<1>(s);
-        this->send(s, this->OF_S);  // what comes is there when dQ has left
+        send(s, OF_S);  // what comes is there when dQ has left
       };
       start_s(s, n);
       if constexpr (atomic && !first) {
@@ -364,15 +337,15 @@
     for (int k = 0; k < parts; ++k) {
       part = k;
       Ahead ahead;
-      const bool transposed = read_ahead<masked>(ahead, n);
+      const bool transposed = Base::template read_ahead<masked>(ahead, n);
       float carried[2 * s_tiles];
       load_rows(carried, rows(RowWords::lse, n) + 8 * s_tiles * k);
       Known known;
-      ask<masked>(known, n);
+      Base::template ask<masked>(known, n);
       if (k == 0) fg::wait_products<1>(s[k]);
       else fg::wait_products<2>(s[k], p[k - 1]);  // all of the part before but dK is there
       if (transposed) transpose(ahead);
-      weigh<masked>(s[k], carried, n, known, ahead, [&](const fg::Accumulators<1, s_tiles>& weights) { fg::round_into(p[k], weights); });
+      Base::template weigh<masked>(s[k], carried, n, known, ahead, [&](const fg::Accumulators<1, s_tiles>& weights) { fg::round_into(p[k], weights); });
       // dV += Pᵀ dO, dK += dSᵀ Q
       fg::begin_products(dv, p[k]);
       fg::start_product_across(dv, p[k], d_o_tile(n), 8 * s_tiles * k);
@@ -380,7 +353,7 @@
       load_rows(carried, rows(RowWords::delta, n) + 8 * s_tiles * k);
       if (k == 0) fg::wait_products<1>(dp[k]);
       else fg::wait_products<1>(dp[k], ds[k - 1]);
-      differentiate_pairs<masked>(s[k], dp[k], carried, n);
+      Base::template differentiate_pairs<masked>(s[k], dp[k], carried, n);
       fg::round_into(ds[k], dp[k]);
       if constexpr (Spec::stores_pairs) this->template store_pairs<masked>(dp[k], ds[k], n);
       if constexpr (atomic) {
@@ -457,7 +430,7 @@
   // That of the last tile.
   FG_DEVICE void finish_dq(int n) {
     if constexpr (shares_dq) {
-      this->finish_own_dq(n);
+      finish_own_dq(n);
     } else {
       if constexpr (split == 1) {
         hand_over(n);
@@ -473,4 +446,97 @@
       }
     }
   }
-{%- include "cuda/backward/keys/wide_dq.cuh.jinja" %}
+
+  // Where a warp's 16 rows of a tile of dQ are summed up; null past the last row.
+  FG_DEVICE float* dq_place(int n) const {
+    const int row_tiles = (q_len + 15) / 16, tile = visits.tile(n) * BR / 16 + fg::warp_index() % 4;
+    if (tile >= row_tiles) return nullptr;
+    return dq_sums(a) + (int64_t(visits.noted(&Notes::head)) * row_tiles + tile) * (16 * DP) + (clustered ? 16 * first_of_own(OWN_K) : 0);
+  }
+  static constexpr int sent_tiles = P::dq_sent / 8;
+  // The columns that shared memory has room for leave by way of it, the others straight from registers.
+  FG_DEVICE void put_dq(const fg::Accumulators<1, ColumnsOfK::tiles>& dq, int n) { put_columns_of_dq<0>(dq, n); }
+  // The same, at most 64 columns at a time; `beside` the first ones, and the last ones beside the `pending` products that `start_next` starts.
+  template <int pending, int begin = 0, class Start, class Beside> FG_DEVICE void put_pieces_of_dq(int n, Start start_next, Beside beside) {
+    constexpr int tiles = ColumnsOfK::tiles_together(begin, 8);
+    constexpr bool last = begin + tiles == ColumnsOfK::tiles;
+    fg::Accumulators<1, tiles> dq;
+    start_piece_of_dq(dq, begin, n);
+    if constexpr (begin == 0) beside();
+    if constexpr (last) start_next();
+    fg::wait_products<last ? pending : 0>(dq);
+    put_columns_of_dq<begin>(dq, n);
+    if constexpr (!last) put_pieces_of_dq<pending, begin + tiles>(n, start_next, beside);
+  }
+  template <int tiles> FG_DEVICE void start_piece_of_dq(fg::Accumulators<1, tiles>& dq, int begin, int n) {
+    const int column = ColumnsOfK::column(group(), begin);
+    const int place = fg::again(0);  // as for dP
+    fg::begin_products(dq);
+    fg::start_product_across(dq, PTile{ds_tile(n).base + place}, 0, KTile{k_tile().base + place}, column);
+    fg::warpgroup_commit();
+  }
+  // Of this warpgroup's tiles of columns those from `begin` on.
+  template <int begin, int tiles> FG_DEVICE void put_columns_of_dq(const fg::Accumulators<1, tiles>& dq, int n) {
+    float* const sums = dq_place(n);
+    const int own_half = group();
+    if constexpr (begin < sent_tiles) {
+      float* const own = reinterpret_cast<float*>(memory + Memory::DQ) + fg::warp_index() * 128 * sent_tiles;
+      if constexpr (begin == 0) {
+        if (fg::lane_index() == 0) fg::bulk_wait_read();  // what was sent before has left
+        fg::warp_barrier();
+      }
+      float4* const places = reinterpret_cast<float4*>(own) + fg::lane_index();
+#pragma unroll
+      for (int t = 0; t < tiles; ++t)
+        if (begin + t < sent_tiles) fg::shared_store(places + 32 * (begin + t), make_float4(dq.at[0][t][0], dq.at[0][t][1], dq.at[0][t][2], dq.at[0][t][3]));
+      if constexpr (begin + tiles >= sent_tiles) {
+        fg::publish_shared();
+        fg::warp_barrier();
+        if (fg::lane_index() == 0 && sums) {
+          send_span<0>(sums, own, own_half);
+          send_span<1>(sums, own, own_half);
+          send_span<2>(sums, own, own_half);
+          fg::bulk_commit();
+        }
+      }
+    }
+    if (!sums) return;
+#pragma unroll
+    for (int t = 0; t < tiles; ++t)
+      if (begin + t >= sent_tiles) fg::global_add(sums + 16 * ColumnsOfK::column(own_half, begin + t) + 4 * fg::lane_index(), dq.at[0][t]);
+  }
+  template <int span> FG_DEVICE void send_span(float* sums, const float* own, int own_half) const {
+    constexpr int first = ColumnsOfK::begin(span) / 8, last = first + ColumnsOfK::size(span) / 8, end = last < sent_tiles ? last : sent_tiles;
+    if constexpr (end > first) fg::bulk_add_async(sums + 16 * ColumnsOfK::first(span, own_half), own + 128 * first, 512 * (end - first));
+  }
+
+  // ---- epilogue ----
+  FG_DEVICE void store_keys(const Place& place) {
+    Base::finish_sums();
+    auto to_dk = rows_of_dk<T>(a, place.b, place.hkv, place.column0);
+    auto to_dv = rows_of_dv<T>(a, place.b, place.hkv, place.column0);
+    if constexpr (clustered) to_dk = to_dk.from(first_of_own(OWN_K)), to_dv = to_dv.from(first_of_own(OWN_V));
+    const int count = place.count;
+    if constexpr (Spec::writes_f32_of_keys && split > 1) {
+      fg::copy_async_wait<0>();
+      fg::store_sums<D>(to_dk, dk.at[0], warp_key, fg::ColumnsOfHalf<ColumnsOfK>{part}, count);
+      fg::store_sums<DV>(to_dv, dv.at[0], warp_key, fg::ColumnsOfHalf<ColumnsOfV>{part}, count);
+    } else if constexpr (Spec::writes_f32_of_keys) {
+      fg::copy_async_wait<0>();
+      fg::store_sums<D>(to_dk, dk.at[0], warp_key, fg::ColumnsFrom{0}, count);
+      fg::store_sums<DV>(to_dv, dv.at[0], warp_key, fg::ColumnsFrom{0}, count);
+    } else if constexpr (split > 1) {
+      fg::store_half<T, ColumnsOfK, D, fg::Kept::briefly>(to_dk, dk.at[0], part, warp_key, count);
+      fg::store_half<T, ColumnsOfV, DV, fg::Kept::briefly>(to_dv, dv.at[0], part, warp_key, count);
+    } else {
+      fg::store_fragments<T, D, fg::Kept::briefly>(to_dk, dk.at[0], warp_key, count);
+      fg::store_fragments<T, DV, fg::Kept::briefly>(to_dv, dv.at[0], warp_key, count);
+    }
+    if (atomic && fg::lane_index() == 0) fg::bulk_wait_read();
+  }
+};
+
+template <class Spec, class T, bool in_bounds, bool dropped, bool atomic, Adding how>
+using Block = WarpgroupVisits<Wide<StoredPairs<WarpgroupKeys<Keys<Spec, T, in_bounds, dropped, atomic, how>>>>>;
+
+}  // namespace backward

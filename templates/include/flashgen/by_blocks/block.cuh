@@ -1,7 +1,11 @@
-{#- Inside by_blocks: parts of rows, and how they are merged. -#}
-// ---- Parts ----
+// By blocks of keys: parts of rows, and how they are merged.
+#pragma once
+#include "flashgen/by_blocks/lists.cuh"
+#include "flashgen/forward/exponentials.cuh"
+#include "flashgen/units.cuh"
+#include "flashgen/warpgroup.cuh"
 
-constexpr int MERGING_WARPS = {{ model.MERGING_WARPS }};
+namespace by_blocks {
 
 // What a block of threads knows of a unit.
 struct UnitNote {
@@ -49,7 +53,7 @@ template <class T_> struct State {
   using KTile = fg::SharedTile<T, BC, DP>;
   using VTile = fg::SharedTile<T, BC, DVP>;
   using Memory = ForwardMemory<T>;
-  {{ forward.memory.assertions }}
+  FORWARD_MEMORY_IS_PLANNED
 
   const Arguments& a;
   Launch u;
@@ -83,7 +87,6 @@ template <class T_> struct State {
   FG_DEVICE State(const Arguments& arguments) : a(arguments), u(make_launch(arguments)), memory(fg::shared_memory()) {
     kv_len = int(a.kv_len), warp_row = 16 * (fg::warp_index() % 4);
   }
-
 };
 
 template <class T> struct Block : fg::forward::Exponentials<State<T>> {
@@ -93,7 +96,7 @@ template <class T> struct Block : fg::forward::Exponentials<State<T>> {
   using Base::BC, Base::groups, Base::s_tiles, Base::o_tiles, Base::threads, Base::exponentials, Base::shrink_of, Base::close_rows;
   using Base::Base;
 
-  FG_DEVICE static int group() { return {{ "fg::warpgroup_index<groups>()" if source.warpgroups else "fg::warp_index() / 4" }}; }
+  FG_DEVICE static int group() { return P::warpgroups ? fg::warpgroup_index<groups>() : fg::warp_index() / 4; }
   FG_DEVICE static int thread() { return int(threadIdx.x) % threads; }
   FG_DEVICE static void barrier() { fg::barrier_wait(1 + group(), threads); }
   FG_DEVICE KTile k_tile(int) const { return {reinterpret_cast<T*>(memory + Memory::K)}; }
@@ -127,7 +130,7 @@ template <class T> struct Block : fg::forward::Exponentials<State<T>> {
       const uint32_t entry = fg::global_load(listed + of_query);
       const int head = int(unit - of_query * per_query), query = query_of(entry);
       const int64_t part = part_of((span.head * a.q_len + span.first + query) * per_query + head, place_of(entry));
-      const int64_t row = query * a.{{ mask.listed.rows_apart }} + head * UNIT * a.{{ mask.listed.heads_apart }};
+      const int64_t row = query * rows_of_q_apart(a) + head * UNIT * heads_of_q_apart(a);
       fg::shared_store(notes() + n, make_uint4(uint32_t(row), uint32_t(part), uint32_t(query), uint32_t(head * UNIT)));
     }
     fg::copy_rows_async<P::threads, D>(k_tile(0), rows_of_k<T>(a, first_of_k(a, span.b, span.kv_head)), first_key, kv_len - first_key);
@@ -137,23 +140,19 @@ template <class T> struct Block : fg::forward::Exponentials<State<T>> {
     fg::block_barrier();  // everyone knows the queries
 
     const auto start_q = [&](int tile, int place) {
-      const ListedRows<T> from = {q, notes() + 8 * tile, int(a.{{ mask.listed.heads_apart }})};
+      const ListedRows<T> from = {q, notes() + 8 * tile, int(heads_of_q_apart(a))};
       fg::copy_rows_async<threads, D>(q_tile(place), from, 0, 64, thread());
       fg::copy_async_commit();
     };
     int tile = group(), place = 0;
     if (tile < tiles) start_q(tile, 0);
     fg::copy_async_wait<0>();
-{%- if source.warpgroups %}
     if constexpr (P::warpgroups) fg::publish_shared();
-{%- endif %}
     fg::block_barrier();  // K and V are there
 #pragma unroll 1
     for (; tile < tiles; tile += groups, place ^= 1) {
       fg::copy_async_wait<0>();
-{%- if source.warpgroups %}
       if constexpr (P::warpgroups) fg::publish_shared();
-{%- endif %}
       barrier();  // Q is there, and everyone is done with that of the tile before
       if (tile + groups < tiles) start_q(tile + groups, place ^ 1);
       begin(span, 8 * tile + warp_row / UNIT);
@@ -167,7 +166,7 @@ template <class T> struct Block : fg::forward::Exponentials<State<T>> {
   FG_DEVICE bool is_masked(const Span& span) const {
     bool masked = false;
 #pragma unroll 1
-    for (int n = 0; n < {{ "group_of(a)" if mask.by_head else "1" }}; ++n) {
+    for (int n = 0; n < (MASKS_BY_HEAD ? group_of(a) : 1); ++n) {
       const int h = span.kv_head * group_of(a) + n;
       const Head head = head_of(a, u, span.b, h);
       const fg::KeyTiles<Spec, QUERIES, BC> keys = {a, u, head, span.b * int(a.heads) + h, {span.first, span.count}};
@@ -191,7 +190,6 @@ template <class T> struct Block : fg::forward::Exponentials<State<T>> {
   template <bool masked> FG_DEVICE void multiply(int place) {
     fg::Accumulators<1, s_tiles> s;
     float shrink[2];
-{%- if source.warpgroups %}
     if constexpr (P::warpgroups) {
       fg::begin_products(s);
       fg::start_product(s, q_tile(place), 0, k_tile(0));
@@ -207,7 +205,6 @@ template <class T> struct Block : fg::forward::Exponentials<State<T>> {
       fg::wait_products<0>(o, p);
       return;
     }
-{%- endif %}
     fg::clear(s);
     fg::product(s, q_tile(place), warp_row, k_tile(0), 0);
     Base::template scores<masked>(s, 0, shrink);
@@ -288,3 +285,5 @@ template <class T> struct Block : fg::forward::Exponentials<State<T>> {
     fg::store_fragments<T, DV>(to, o.at[0], fg::warp_index() * 16, place.rows);
   }
 };
+
+}  // namespace by_blocks
