@@ -16,10 +16,10 @@ from flashgen.kinds.kind import PassName
 from flashgen.plan.explanation import ExplainedKernel, ExplainedPass, Explanation
 from flashgen.plan.launches import Splits
 from flashgen.plan.plan import Rejection
-from flashgen.targets.gpu.cache_bytes import bytes_of_caches
+from flashgen.targets.gpu.bytes import bytes_of_caches
 from flashgen.targets.gpu.cost import pass_time
+from flashgen.targets.gpu.launches import pass_launches
 from flashgen.targets.gpu.schedules import Schedule
-from flashgen.targets.gpu.started import pass_launches
 from flashgen.targets.gpu.tiles import TILES_OF, GpuPlan
 from flashgen.toolchains.nvrtc import Resources
 

@@ -14,7 +14,7 @@ from flashgen.compiler.package.sources import source_of
 from flashgen.diagnostics import quoted_list
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.plan.packed import ManifestBinary
-from flashgen.targets.cpu.tiles import CpuPlan, tiles_from_json
+from flashgen.targets.cpu.plan import CpuPlan, tiles_from_json
 from flashgen.toolchains.cpp import cpu_identity
 from flashgen.toolchains.cpu_features import lacking, system
 

@@ -17,11 +17,10 @@ from flashgen.plan.report import MOST, PassReport, RunnerUp, pass_report, reason
 from flashgen.targets.cpu.cost import pass_time
 from flashgen.targets.cpu.device import LOCAL, Cpu, cpu_identity
 from flashgen.targets.cpu.model import buffers, working_set
-from flashgen.targets.cpu.plan import plan_cpu
+from flashgen.targets.cpu.plan import CpuPlan, plan_cpu
 from flashgen.targets.cpu.products import Products, repays_parts
 from flashgen.targets.cpu.recipes import pass_to_plan, usable_bytes
 from flashgen.targets.cpu.target import CpuTarget
-from flashgen.targets.cpu.tiles import CpuPlan
 
 
 class CpuFamily:
