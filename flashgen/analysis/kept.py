@@ -2,7 +2,7 @@
 
 Stage: analyse and after. In: the condition under which a pair is kept. Out: the condition, or its negation, as
 alternatives (``Term``) of constraints that hold together (``constraints.py``). A comparison of int sums, of terms of
-the row alone and of the column alone, bounds such a sum (``comparisons.py``). Over a box of rows and columns an
+the row alone and of the column alone, bounds such a sum (``bound``). Over a box of rows and columns an
 alternative narrows i and j, then bounds each form in turn; it is possible where no range becomes empty. Bounds on one
 form are intersected first, and the negation of a union is an intersection, so that intervals that abut or overlap
 merge. For bounds on i, j and i - j the answer is exact, as every difference between the ends occurs in a box. Other
@@ -22,8 +22,22 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 
-from flashgen.analysis.comparisons import bound, has_opposite, natural_ends, remainder, sum_of
-from flashgen.analysis.constraints import COLUMN, Bound, Form, Limit, Term, Truth, Unequal, block_of, is_point
+from flashgen.analysis.constraints import (
+    COLUMN,
+    Bound,
+    Form,
+    Limit,
+    Term,
+    Truth,
+    Unequal,
+    block_of,
+    bound,
+    has_opposite,
+    is_point,
+    natural_ends,
+    remainder,
+    sum_of,
+)
 from flashgen.analysis.identities import make
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.linear import Linear

@@ -6,7 +6,6 @@ In: a ``Variant`` and a ``CpuPlan``. Out: a ``KernelSource``. The context below 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from flashgen.analysis.base_2 import LOG2_E, in_base_2, needs_no_maximum
 from flashgen.analysis.diagonals import diagonal_values, over_diagonals
@@ -56,19 +55,6 @@ _PASSES = ("few_query_rows.h", "backward.h")
 _INPUTS = ", fg::VecF dot, fg::VecF sqdist"  # what functions of a pair take beside it
 _MOVED = f"{_INPUTS}, fg::VecF t_dot, fg::VecF t_norms"
 _PAIR = "a, u, x, r, c, d"
-
-
-@dataclass(frozen=True)
-class _Gradient:
-    """The gradient of one read of a captured value, as a struct of the spec."""
-
-    name: str
-    level: str
-    captured: int  # the number of the value
-    pair_code: str | None  # one pair's contribution; None: it arrives through the sink alone
-    sink_code: str | None  # one row's contribution through the sink
-    added: str  # what adds ``value`` to the gradient ``to``
-    comment: str
 
 
 def emit_cpu(variant: Variant, plan: CpuPlan) -> KernelSource:
@@ -270,7 +256,8 @@ def _lists(keep: Expr) -> tuple[str, ...]:
 
 def _gradient(
     gradient: CapturedGradient, label: str, captured: int, placement: Placement, pair_code: str | None
-) -> _Gradient:
+) -> dict[str, object]:
+    """The gradient of one read of a captured value, as a struct of the spec."""
     read = gradient.read
     sinks = []
     for arriving, name, part in (
@@ -283,15 +270,16 @@ def _gradient(
     of_vectors = gradient.level in (Level.PAIR, Level.DIAGONAL, Level.ROW)
     code = (pair_code or "").replace("(INPUTS)", f"({_PAIR}, dot, sqdist)")
     code = code.replace("(MOVED)", f"({_PAIR}, dot, sqdist, t_dot, t_norms)")
-    return _Gradient(
-        name=f"Gradient_{label}",
-        level=gradient.level.value,
-        captured=captured,
-        pair_code=code or None,
-        sink_code=" + ".join(sinks) or None,
-        added=f"fg::add_rows(to, n, value, {offset})" if of_vectors else f"fg::add(to, {offset}, value)",
-        comment=f"∂L/∂{text(read)}",
-    )
+    return {
+        "name": f"Gradient_{label}",
+        "level": gradient.level.value,
+        "captured": captured,  # the number of the value
+        "pair_code": code or None,  # one pair's contribution; None: it arrives through the sink alone
+        "sink_code": " + ".join(sinks) or None,  # one row's contribution through the sink
+        # What adds ``value`` to the gradient ``to``.
+        "added": f"fg::add_rows(to, n, value, {offset})" if of_vectors else f"fg::add(to, {offset}, value)",
+        "comment": f"∂L/∂{text(read)}",
+    }
 
 
 def _elements(variant: Variant, name: str) -> str:

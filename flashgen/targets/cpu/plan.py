@@ -66,24 +66,20 @@ def _plan(variant: Variant, device: Cpu) -> CpuPlan:
 
 def _choose(variant: Variant, device: Cpu, each: PassToPlan) -> tuple[Tiles, str, list[Rejection]]:
     budget = usable_bytes(device)
-    rows, columns = each.candidates(variant)
-    fitting: list[tuple[float, Tiles]] = []
-    rejected: list[Rejection] = []
-    smallest: Tiles | None = None
-    for Br in rows:
-        for Bc in columns:
-            tile = each.tile(variant, device, Br, Bc)
-            if smallest is None or tile.sram_bytes < smallest.sram_bytes:
-                smallest = tile
-            if tile.sram_bytes <= budget:
-                cost = overhead(variant, each.products, each.name, Br, Bc, device.l1_bytes)
-                fitting.append((cost, tile))
-            else:
-                reason = f"needs {kib(tile.sram_bytes)}, {kib(budget)} are usable"
-                rejected.append(Rejection(each.title, Br, Bc, reason))
-    assert smallest is not None, "there is always a candidate"
+    tiles = each.candidates(variant, device)
+    fitting = [
+        (overhead(variant, each.products, each.name, tile.Br, tile.Bc, device.l1_bytes), tile)
+        for tile in tiles
+        if tile.sram_bytes <= budget
+    ]
+    rejected = [
+        Rejection(each.title, tile.Br, tile.Bc, f"needs {kib(tile.sram_bytes)}, {kib(budget)} are usable")
+        for tile in tiles
+        if tile.sram_bytes > budget
+    ]
     if not fitting:
         # Tiles that spill from L2 run from L3: slower, never wrong. A pinned tile is the user's choice.
+        smallest = min(tiles, key=lambda tile: tile.sram_bytes)
         kept = buffers(variant, each.products, each.name, smallest.Br, smallest.Bc, device.lanes)
         parts = ", ".join(f"{name} {size / 1024:.1f}" for name, size in kept.items())
         why = f"{each.title}: no tile fits; {_describe(smallest)} spills least from L2: {parts}"
