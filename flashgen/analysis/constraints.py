@@ -14,10 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flashgen.analysis.identities import make
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.linear import Linear
 from flashgen.analysis.prover import SIZE_LIMIT
+from flashgen.analysis.simplify import make
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, index, literal
 from flashgen.ir.interval import INT_MAX, INT_MIN

@@ -38,10 +38,10 @@ from flashgen.analysis.constraints import (
     remainder,
     sum_of,
 )
-from flashgen.analysis.identities import make
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.linear import Linear
 from flashgen.analysis.prover import SIZE_LIMIT
+from flashgen.analysis.simplify import make
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol
 from flashgen.ir.interval import INT_MAX
 from flashgen.ir.operators import OPERATORS

@@ -19,8 +19,7 @@ from flashgen.analysis.ranging import LoadRange, range_of_number
 from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind, index, index_set, size, substitute, walk
 from flashgen.ir.interval import FULL_FLOAT, BoolRange, FloatRange, IntRange, Range, full
 from flashgen.ir.interval_float import outward
-from flashgen.ir.operators import OPERATORS
-from flashgen.ir.operators_numpy import NUMPY
+from flashgen.ir.operators import NUMPY, OPERATORS
 from flashgen.ir.types import ScalarType
 
 MOST_ELEMENTS = 4  # of a dimension, of elements that a pair reads; ranges.h says the same

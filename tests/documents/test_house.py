@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import ROOT
 
 BUDGET = {
-    "lines of the package": 56_825,
+    "lines of the package": 56_794,
     "lines of templates": 24_767,
     "Jinja statements": 743,
     "lines of generated packages": 5_746,
