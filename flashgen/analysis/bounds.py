@@ -22,11 +22,10 @@ from enum import Enum
 from itertools import product
 from typing import Any
 
-from flashgen.analysis.identities import make
 from flashgen.analysis.prover import SIZE_LIMIT, SIZE_OF, Prover, symbol_ranges
 from flashgen.analysis.ranging import NO_FACTS, RangeEvaluator
 from flashgen.analysis.selection import list_read
-from flashgen.analysis.simplify import simplify
+from flashgen.analysis.simplify import make, simplify
 from flashgen.ir.build import apply
 from flashgen.ir.expr import (
     Apply,

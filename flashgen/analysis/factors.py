@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flashgen.analysis.identities import make
 from flashgen.analysis.levels import Level, level_of
+from flashgen.analysis.simplify import make
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, literal, rewrite, score_input
 from flashgen.ir.types import ScalarType

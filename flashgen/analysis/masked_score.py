@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from flashgen.analysis.identities import make
-from flashgen.analysis.simplify import simplify
+from flashgen.analysis.simplify import make, simplify
 from flashgen.ir.expr import Apply, Expr, Symbol, SymbolKind, literal
 
 _MINUS_INFINITY = literal(-math.inf)

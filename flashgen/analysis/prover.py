@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from flashgen.analysis.identities import make
 from flashgen.analysis.linear import Linear, range_of_form
 from flashgen.analysis.ranging import NO_FACTS, Facts, RangeEvaluator
+from flashgen.analysis.simplify import make
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, index, literal, size
 from flashgen.ir.interval import INT_MIN, IntRange, Range

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.variant import CapturedGradient, Variant
@@ -148,11 +148,6 @@ def masks_apart(indices: frozenset[str]) -> Masks:
         case False, True:
             return Masks("a.heads", "h", "0", "mask")
     return Masks("1", "0", "0", "0")
-
-
-def template_values(context: Any) -> dict[str, object]:
-    """The fields of a context, by name; their values stay what they are."""
-    return {name: getattr(context, name) for name in context.__dataclass_fields__}
 
 
 def observed_load(load: Load, placement: Placement) -> Observed:

@@ -31,9 +31,9 @@ from flashgen.plan.measured import PASSES, PLANNERS_OWN, Pins
 from flashgen.plan.plan import Tiles
 from flashgen.targets.cpu import cost as cpu_cost
 from flashgen.targets.cpu.device import Cpu, local_cpu
+from flashgen.targets.cpu.plan import CpuPlan
 from flashgen.targets.cpu.products import FEWEST_ROWS, Products
 from flashgen.targets.cpu.target import CpuTarget
-from flashgen.targets.cpu.tiles import CpuPlan
 from flashgen.toolchains.cpp import Binary, CompileFailed, CompilerMissing, compile_sources, find_compiler
 
 if TYPE_CHECKING:

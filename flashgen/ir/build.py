@@ -12,8 +12,7 @@ import numpy as np
 from flashgen.diagnostics.diagnostic import Span
 from flashgen.ir.expr import Apply, Expr, Literal, literal, walk
 from flashgen.ir.interval import INT_MAX, INT_MIN
-from flashgen.ir.operators import OPERATORS, TypingError
-from flashgen.ir.operators_numpy import NUMPY
+from flashgen.ir.operators import NUMPY, OPERATORS, TypingError
 from flashgen.ir.types import ScalarType
 
 __all__ = ["TypingError", "apply", "conjunction", "constant", "constant_value", "disjunction", "fold", "power"]

@@ -11,7 +11,6 @@ from typing import Any
 
 from flashgen.ir import interval, interval_float
 from flashgen.ir.expr import Expr
-from flashgen.ir.interval import Range
 from flashgen.ir.operators_base import (
     FLAT,
     HALF,
@@ -85,11 +84,6 @@ def _mod(xp: ArrayNamespace, x: Any, y: Any) -> Any:
 _D_MOD = partials(ONE, lambda x, y: real_node("neg", real_node("floordiv", x, y)))
 
 
-# ceildiv(x, y) = -(-x // y), by 0 is 0
-def _ceildiv(xp: ArrayNamespace, x: Any, y: Any) -> Any:
-    return wrap(-_floordiv(xp, wrap(-x), y))
-
-
 # ∂(x^y) = y x^(y-1) (0 where y = 0),  x^y log x (0 where x = 0 and y ≥ 0)
 def _pow_by_x(x: Expr, y: Expr) -> Expr:
     power = real_node("pow", x, real_node("sub", y, ONE))
@@ -149,11 +143,6 @@ _D_CLAMP = partials(
 _MIN_RANGE = either(interval.min_, interval_float.min_)
 _MAX_RANGE = either(interval.max_, interval_float.max_)
 
-
-def _clamp_range(x: Range, lo: Range, hi: Range) -> Range:
-    return _MIN_RANGE(_MAX_RANGE(x, lo), hi)
-
-
 # Ranges: one rule for ints, one for floats.
 _ADD = either(interval.add, interval_float.add)
 _SUB = either(interval.sub, interval_float.sub)
@@ -172,14 +161,6 @@ _BETWEEN = Samples(floats=((-8.0, 8.0), (-8.0, 2.0), (-2.0, 8.0)), ints=((-40, 4
 # Distances to the nearest kink, for tests.
 def _apart(x: float, y: float) -> float:
     return abs(x - y)
-
-
-def _from_pole(_x: float, y: float) -> float:
-    return abs(y) - 0.1
-
-
-def _from_border(x: float, lo: float, hi: float) -> float:
-    return min(abs(x - lo), abs(x - hi), abs(hi - lo))
 
 
 def _from_step(x: float, y: float) -> float:
@@ -250,7 +231,7 @@ ROWS = (
         strength=Strength.PRODUCT,
         derivative=_D_DIV,
         cost=Cost(1, 2),
-        kink=_from_pole,
+        kink=lambda _x, y: abs(y) - 0.1,
     ),
     row(
         *("floordiv", "//", numeric, _floordiv, _FLOORDIV, _BINARY, folding(nonzero(operator.floordiv))),
@@ -268,7 +249,10 @@ ROWS = (
         cost=Cost(0, 14),
         kink=_from_step,
     ),
-    row("ceildiv", "ceildiv", integer, _ceildiv, interval.ceildiv, _CEILDIV, _FOLD_CEILDIV),
+    row(  # -(-x // y), by 0 is 0
+        *("ceildiv", "ceildiv", integer, lambda xp, x, y: wrap(-_floordiv(xp, wrap(-x), y))),
+        *(interval.ceildiv, _CEILDIV, _FOLD_CEILDIV),
+    ),
     row(
         *("pow", "**", real, asked("pow"), interval_float.pow_, _POWER, _FOLD_POWER),
         strength=Strength.POWER,
@@ -296,8 +280,9 @@ ROWS = (
     row("min", "min", numeric, _MIN, _MIN_RANGE, _BINARY, folding(min), derivative=_D_MIN, most=None, kink=_apart),
     row("max", "max", numeric, _MAX, _MAX_RANGE, _BINARY, folding(max), derivative=_D_MAX, most=None, kink=_apart),
     row(
-        *("clamp", "clamp", numeric, asked("clamp"), _clamp_range, _BETWEEN, folding(_clamped)),
+        *("clamp", "clamp", numeric, asked("clamp"), lambda x, lo, hi: _MIN_RANGE(_MAX_RANGE(x, lo), hi)),
+        *(_BETWEEN, folding(_clamped)),
         derivative=_D_CLAMP,
-        kink=_from_border,
+        kink=lambda x, lo, hi: min(abs(x - lo), abs(x - hi), abs(hi - lo)),
     ),
 )

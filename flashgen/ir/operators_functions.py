@@ -61,11 +61,6 @@ def _by_rsqrt(x: Expr) -> Expr:
     return real_node("mul", -0.5, real_node("mul", r, _square(r)))
 
 
-# ∂tanh x = 1 - tanh² x
-def _by_tanh(x: Expr) -> Expr:
-    return real_node("sub", ONE, _square(real_node("tanh", x)))
-
-
 # ∂σ(x) = σ(x) (1 - σ(x))
 def _by_sigmoid(x: Expr) -> Expr:
     y = real_node("sigmoid", x)
@@ -115,7 +110,7 @@ _DERIVATIVES: Mapping[str, Callable[[Expr], Expr] | Expr] = {
     "log1p": lambda x: real_node("div", ONE, real_node("add", ONE, x)),
     "sqrt": lambda x: real_node("div", HALF, real_node("sqrt", x)),
     "rsqrt": _by_rsqrt,
-    "tanh": _by_tanh,
+    "tanh": lambda x: real_node("sub", ONE, _square(real_node("tanh", x))),
     "sigmoid": _by_sigmoid,
     "silu": _by_silu,
     "relu": lambda x: real_node("where", bool_node("gt", x, ZERO), ONE, ZERO),
@@ -165,10 +160,6 @@ def _times_logistic(x: float) -> float:
     return 0.0 if x == -math.inf else x * logistic(x)
 
 
-def _not_below_0(x: float) -> float:
-    return max(float(x), 0.0)
-
-
 # Rows ----------------------------------------------------------------------------------------------------------------
 
 
@@ -209,7 +200,7 @@ ROWS = (
     _function("tanh", _same("tanh"), increasing(math.tanh), _NEAR, math.tanh, Cost(2, 4, _ON_CPUS)),
     _function("sigmoid", _SIGMOID, increasing(logistic, 0.0), _WIDE, logistic, Cost(2, 2)),
     _function("silu", _silu, interval_float.silu, _WIDE, _times_logistic, Cost(2, 3)),
-    _function("relu", _relu, interval_float.relu, _NEAR, _not_below_0, ONE_INSTRUCTION, kink=abs),
+    _function("relu", _relu, interval_float.relu, _NEAR, lambda x: max(float(x), 0.0), ONE_INSTRUCTION, kink=abs),
     _function("gelu", _gelu, interval_float.gelu, _NEAR, _times_normal, Cost(1, 14)),
     _function("erf", _ERF, increasing(math.erf), _NEAR, math.erf, Cost(1, 14)),
     _function("softplus", _softplus, increasing(_log_1_exp, 0.0), _WIDE, _log_1_exp, Cost(2, 6)),

@@ -29,9 +29,9 @@ from flashgen.language.complaints import (
     complain_about_token,
     meant_statements,
     not_closed,
+    statement_ended,
     unknown_statement,
 )
-from flashgen.language.expected import statement_ended
 from flashgen.language.report import GiveUpError, Report
 from flashgen.language.tree import TooDeepError, TreeBuilder, Word
 from flashgen.store.cache import Cache, key_of

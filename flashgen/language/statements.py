@@ -22,9 +22,9 @@ from flashgen.ir.types import ElementType, ScalarType
 from flashgen.ir.weights import FORMS, Form, Weights
 from flashgen.language import names, syntax
 from flashgen.language.block import ELEMENT_TYPES, PARAM_TYPES, Block
-from flashgen.language.definitions import expressions_below
 from flashgen.language.expressions import Expressions
 from flashgen.language.frames import TensorName
+from flashgen.language.imports import expressions_below
 from flashgen.language.names import Site
 from flashgen.language.report import suggestion
 

@@ -45,6 +45,12 @@ class Lengths:
         heads, kv_heads = shape.batch * shape.heads, shape.batch * shape.kv_heads
         return cls(heads, kv_heads, shape.q_len, shape.kv_len, head_dim.qk, head_dim.v)
 
+    @property
+    def counts(self) -> tuple[int, int, int, int]:
+        """Pairs, rows of queries, rows of keys as query heads see them, and as they are stored."""
+        rows = self.heads * self.q_len
+        return rows * self.kv_len, rows, self.heads * self.kv_len, self.kv_heads * self.kv_len
+
 
 RABE_STAATS_QUERIES = 1024  # in a chunk, as their program has it
 
@@ -86,9 +92,7 @@ def backward_buffers(blocks: BlockSizes, qk: int, v: int) -> dict[str, int]:
 
 def standard_forward(lengths: Lengths) -> int:
     """HBM accesses of Algorithm 0: every matrix of a line is moved once. Θ(Nd + N²), Theorem 2."""
-    each = lengths
-    pairs = each.heads * each.q_len * each.kv_len
-    rows, keys = each.heads * each.q_len, each.heads * each.kv_len
+    each, (pairs, rows, keys, _) = lengths, lengths.counts
     first = rows * each.qk + keys * each.qk + pairs  # Q, K → S
     second = pairs + pairs + rows  # S → P, and the row's log-sum-exp
     third = pairs + keys * each.v + rows * each.v  # P, V → O
@@ -97,10 +101,7 @@ def standard_forward(lengths: Lengths) -> int:
 
 def standard_backward(lengths: Lengths) -> int:
     """HBM accesses of Algorithm 3. Θ(Nd + N²), Theorem 5."""
-    each = lengths
-    pairs = each.heads * each.q_len * each.kv_len
-    rows, keys = each.heads * each.q_len, each.heads * each.kv_len
-    stored_keys = each.kv_heads * each.kv_len
+    each, (pairs, rows, keys, stored_keys) = lengths, lengths.counts
     values = pairs + rows * each.v + stored_keys * each.v  # P, dO → dV
     weights = rows * each.v + keys * each.v + pairs  # dO, V → dP
     scores = 3 * pairs  # P, dP → dS
@@ -110,37 +111,29 @@ def standard_backward(lengths: Lengths) -> int:
 
 def flash_forward(lengths: Lengths, blocks: BlockSizes) -> int:
     """HBM accesses of Algorithm 1: K and V once, Q, O, l and m for every block of keys. Θ(N²d²/M), Theorem 2."""
-    each = lengths
-    rows = each.heads * each.q_len
+    each, (_, rows, _, stored_keys) = lengths, lengths.counts
     columns = -(-each.kv_len // blocks.Bc)
-    keys = each.kv_heads * each.kv_len * (each.qk + each.v)
-    return keys + rows * (each.v + 2) + columns * rows * (each.qk + 2 * each.v + 4)
+    return stored_keys * (each.qk + each.v) + rows * (each.v + 2) + columns * rows * (each.qk + 2 * each.v + 4)
 
 
 def flash_backward(lengths: Lengths, blocks: BlockSizes) -> int:
     """HBM accesses of Algorithm 4: Q, O, dO, l, m and twice dQ for every block of keys. Θ(N²d²/M), Theorem 5."""
-    each = lengths
-    rows = each.heads * each.q_len
+    each, (_, rows, _, stored_keys) = lengths, lengths.counts
     columns = -(-each.kv_len // blocks.Bc)
-    keys = each.kv_heads * each.kv_len * (each.qk + each.v)
-    return 3 * keys + rows * each.qk + columns * rows * (3 * each.qk + 2 * each.v + 2)
+    return 3 * stored_keys * (each.qk + each.v) + rows * each.qk + columns * rows * (3 * each.qk + 2 * each.v + 2)
 
 
 def rabe_staats_forward(lengths: Lengths, blocks: BlockSizes) -> int:
     """HBM accesses of chunks that are summarized: S and P̃ as in Algorithm 0, and O, m, ℓ of every chunk. Θ(Nd + N²)."""
-    each = lengths
-    rows = each.heads * each.q_len
+    each, rows = lengths, lengths.counts[1]
     combined = -(-each.kv_len // blocks.Bc) * rows * (each.v + 2) + rows * (each.v + 2)  # Õ, m̃, ℓ̃ → O, m, ℓ
     return _summarized(lengths, blocks) + combined
 
 
 def rabe_staats_backward(lengths: Lengths, blocks: BlockSizes) -> int:
     """HBM accesses of its derivative: every chunk is summarized again, and its sums are added to. Θ(Nd + N²)."""
-    each = lengths
-    pairs = each.heads * each.q_len * each.kv_len
-    rows, stored_keys = each.heads * each.q_len, each.kv_heads * each.kv_len
-    by_columns = -(-each.kv_len // blocks.Bc) * rows
-    by_rows = -(-each.q_len // blocks.Br) * each.heads * each.kv_len
+    each, (pairs, rows, keys, stored_keys) = lengths, lengths.counts
+    by_columns, by_rows = -(-each.kv_len // blocks.Bc) * rows, -(-each.q_len // blocks.Br) * keys
     starts = rows * each.qk + stored_keys * (each.qk + each.v)  # dQ, dK, dV = 0
     sums = rows * (3 * each.v + 2)  # dO, O, ℓ → dA, dℓ
     summary = by_columns * (2 * each.v + 5)  # dA, dℓ, m̃, m → dÕ, dℓ̃, and dℓ̃ again
@@ -148,22 +141,20 @@ def rabe_staats_backward(lengths: Lengths, blocks: BlockSizes) -> int:
     weights = by_columns * each.v + by_rows * each.v + pairs  # dÕ, V → dP̃
     scores = 3 * pairs  # P̃, dP̃ → dS
     queries = pairs + by_rows * each.qk + by_columns * 2 * each.qk  # dS, K → dQ
-    keys = pairs + by_columns * each.qk + by_rows * 2 * each.qk  # dS, Q → dK
-    return _summarized(lengths, blocks) + starts + sums + summary + values + weights + scores + queries + keys
+    d_keys = pairs + by_columns * each.qk + by_rows * 2 * each.qk  # dS, Q → dK
+    return _summarized(lengths, blocks) + starts + sums + summary + values + weights + scores + queries + d_keys
 
 
 def _summarized(lengths: Lengths, blocks: BlockSizes) -> int:
     """Every chunk of keys for every chunk of queries: Q, K → S → P̃, m̃, ℓ̃; P̃, V → Õ."""
-    each = lengths
-    pairs = each.heads * each.q_len * each.kv_len
-    by_columns = -(-each.kv_len // blocks.Bc) * each.heads * each.q_len
-    by_rows = -(-each.q_len // blocks.Br) * each.heads * each.kv_len
+    each, (pairs, rows, keys, _) = lengths, lengths.counts
+    by_columns, by_rows = -(-each.kv_len // blocks.Bc) * rows, -(-each.q_len // blocks.Br) * keys
     return 4 * pairs + by_columns * (each.qk + each.v + 2) + by_rows * (each.qk + each.v)
 
 
 def forward_flops(lengths: Lengths) -> int:
     """Of the matrix products QKᵀ and PV of every exact algorithm, without a mask."""
-    return 2 * lengths.heads * lengths.q_len * lengths.kv_len * (lengths.qk + lengths.v)
+    return 2 * lengths.counts[0] * (lengths.qk + lengths.v)
 
 
 def standard_backward_flops(lengths: Lengths) -> int:
@@ -173,7 +164,7 @@ def standard_backward_flops(lengths: Lengths) -> int:
 
 def flash_backward_flops(lengths: Lengths) -> int:
     """The same, and S again."""
-    return standard_backward_flops(lengths) + 2 * lengths.heads * lengths.q_len * lengths.kv_len * lengths.qk
+    return standard_backward_flops(lengths) + 2 * lengths.counts[0] * lengths.qk
 
 
 def kernel_flops(lengths: Lengths, name: str) -> int:
@@ -183,17 +174,15 @@ def kernel_flops(lengths: Lengths, name: str) -> int:
 
 def lower_bound(lengths: Lengths) -> int:
     """What any exact forward pass moves: Q, K and V in, O out. Proposition 3's Ω(Nd), which is tight at M = Θ(Nd)."""
-    each = lengths
-    return each.heads * each.q_len * (each.qk + each.v) + each.kv_heads * each.kv_len * (each.qk + each.v)
+    _, rows, _, stored_keys = lengths.counts
+    return (rows + stored_keys) * (lengths.qk + lengths.v)
 
 
 def backward_lower_bound(lengths: Lengths) -> int:
     """What any backward pass moves that starts from Q, K, V, O and dO: those in, dQ, dK and dV out."""
-    each = lengths
-    return each.heads * each.q_len * 2 * (each.qk + each.v) + each.kv_heads * each.kv_len * 2 * (each.qk + each.v)
+    return 2 * lower_bound(lengths)
 
 
 def io_bound(lengths: Lengths, sram: int) -> float:
     """N²d²/M of Theorem 2, without its constant, summed over heads; d² is D · Dv where the two differ."""
-    each = lengths
-    return each.heads * each.q_len * each.kv_len * each.qk * each.v / sram
+    return lengths.counts[0] * lengths.qk * lengths.v / sram

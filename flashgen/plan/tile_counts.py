@@ -10,8 +10,8 @@ that a call makes. For a call everything is known, and every tile is counted.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,7 @@ _PIECES = 6  # more of a tile, on average, where a mask may leave it open
 _MOST_CUT = 128  # tiles that a mask leaves open, where rows are sampled
 _MOST_HEADS = 8  # that are looked at where heads have masks of their own
 _Counts = NDArray[np.int64]
+_Boxes = NDArray[np.int64]  # [6, boxes] of whole tiles: b, h, rows r0 … r1 - 1 by columns c0 … c1 - 1
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,7 @@ class MaskedCall:
 
 def counts_of_call(keep: Expr, call: MaskedCall, Br: int, Bc: int) -> TileCounts:
     """The tiles of one pass over a call, each as kernels classify it."""
-    axes, shape = index_set(keep), call.shape
-    batches = range(shape.batch) if "b" in axes else range(min(shape.batch, 1))
-    heads = range(shape.heads) if {"h", "hkv"} & axes else range(min(shape.heads, 1))
-    looked_at = [(b, h) for b in batches for h in heads]
+    looked_at, _ = _heads(index_set(keep), call.shape)
     grid = _Grid(keep, call, Br, Bc)
     found, _ = grid.count(looked_at, [(0, grid.rows)], None, None)
     assert found is not None
@@ -119,7 +117,7 @@ def counts_of_call(keep: Expr, call: MaskedCall, Br: int, Bc: int) -> TileCounts
 @functools.lru_cache(maxsize=256)
 def _counted(keep: Expr, params: tuple[Param, ...], shape: Shape, Br: int, Bc: int) -> TileCounts:
     grid = _Grid(keep, MaskedCall.of_shape(shape, params), Br, Bc)
-    heads, distinct = _heads(keep, shape)
+    heads, distinct = _heads(_axes_outside_loads(keep), shape, _MOST_HEADS)  # what loads read is not known anyway
     rows = grid.rows
     sampled = np.arange(rows)
     found, _ = grid.count(heads, [(0, rows)], MOST_CLASSIFIED, None)
@@ -162,48 +160,16 @@ def _scaled(
 
 
 class _Found:
-    """Counts by row of tiles, and by column of tiles, of boxes that are settled."""
+    """Counts by row of tiles, and by column of tiles, of boxes whose tiles are all FULL, and of PARTIAL tiles."""
 
-    def __init__(self, grid: _Grid, settled: Sequence[_Settled]) -> None:
-        full = [each for each in settled if each.code == TileClass.FULL]
+    def __init__(self, grid: _Grid, full: _Boxes, partial: _Boxes) -> None:
         ones = np.ones(grid.columns, dtype=np.int64)
-        self.full = _by_row(grid, full, ones)
-        self.partial = _by_row(grid, settled, ones) - self.full
-        self.keys = _by_row(grid, settled, grid.column_lengths)
-        self.by_column = _by_column(grid, settled, np.ones(grid.rows, dtype=np.int64))
-        self.rows_by_column = _by_column(grid, settled, grid.row_lengths)
-        self.groups_by_column = _by_column(grid, settled, -(-grid.row_lengths // GROUP))
-
-
-@dataclass(frozen=True, eq=False)
-class _TileBoxes:
-    """Boxes of whole tiles: batch element, head, rows r0 … r1 - 1 by columns c0 … c1 - 1; arrays of one length."""
-
-    b: _Counts
-    h: _Counts
-    r0: _Counts
-    r1: _Counts
-    c0: _Counts
-    c1: _Counts
-
-    def __len__(self) -> int:
-        return len(self.b)
-
-    def take(self, chosen: NDArray[np.bool_]) -> _TileBoxes:
-        """Some of them."""
-        return _TileBoxes(*(getattr(self, each.name)[chosen] for each in fields(self)))
-
-    def joined(self, other: _TileBoxes) -> _TileBoxes:
-        """These and others."""
-        return _TileBoxes(*(np.concatenate([getattr(x, each.name) for x in (self, other)]) for each in fields(self)))
-
-
-@dataclass(frozen=True, eq=False)
-class _Settled:
-    """Boxes of which every tile is of one class, or that are one tile."""
-
-    code: int
-    boxes: _TileBoxes
+        self.full, self.partial = _by_row(grid, full, ones), _by_row(grid, partial, ones)
+        visited = np.concatenate([full, partial], axis=1)
+        self.keys = _by_row(grid, visited, grid.column_lengths)
+        self.by_column = _by_column(grid, visited, np.ones(grid.rows, dtype=np.int64))
+        self.rows_by_column = _by_column(grid, visited, grid.row_lengths)
+        self.groups_by_column = _by_column(grid, visited, -(-grid.row_lengths // GROUP))
 
 
 class _Grid:
@@ -222,34 +188,34 @@ class _Grid:
 
         With ``most_cut`` it is an estimate: no more of the tiles that are left open are cut.
         """
-        places = [(b, h, first, last) for b, h in heads for first, last in spans if first < last and self.columns]
-        b, h, r0, r1 = np.array(places, dtype=np.int64).reshape(-1, 4).T
-        boxes = _TileBoxes(b, h, r0, r1, np.zeros_like(r0), np.full_like(r0, self.columns))
-        asked, settled = 0, []
-        while len(boxes):
-            single = (boxes.r1 - boxes.r0 == 1) & (boxes.c1 - boxes.c0 == 1)
-            asked += len(boxes) + (_PIECES * int(single.sum()) if is_cut(self.keep) else 0)
+        places = [(b, h, first, last, 0, self.columns) for b, h in heads for first, last in spans if first < last]
+        boxes = np.array(places if self.columns else [], dtype=np.int64).reshape(-1, 6).T
+        asked, full, partial = 0, [boxes[:, :0]], [boxes[:, :0]]
+        while boxes.size:
+            r0, r1, c0, c1 = boxes[2:]
+            single = (r1 - r0 == 1) & (c1 - c0 == 1)
+            asked += len(r0) + (_PIECES * int(single.sum()) if is_cut(self.keep) else 0)
             if most is not None and asked > most:
                 return None, asked
             codes = self._classify(boxes, single, most_cut)
-            settled.append(_Settled(TileClass.FULL, boxes.take(codes == TileClass.FULL)))
-            settled.append(_Settled(TileClass.PARTIAL, boxes.take((codes == TileClass.PARTIAL) & single)))
-            boxes = self._halves(boxes.take((codes == TileClass.PARTIAL) & ~single))
-        return _Found(self, settled), asked
+            full.append(boxes[:, codes == TileClass.FULL])
+            partial.append(boxes[:, (codes == TileClass.PARTIAL) & single])
+            boxes = self._halves(boxes[:, (codes == TileClass.PARTIAL) & ~single])
+        return _Found(self, np.concatenate(full, axis=1), np.concatenate(partial, axis=1)), asked
 
-    def _classify(self, boxes: _TileBoxes, single: NDArray[np.bool_], most_cut: int | None) -> NDArray[np.int8]:
+    def _classify(self, boxes: _Boxes, single: NDArray[np.bool_], most_cut: int | None) -> NDArray[np.int8]:
         if self.keep == literal(True):
-            return np.full(len(boxes), TileClass.FULL, dtype=np.int8)
-        call, (b, h, i, j) = self.call, self.call.starts
+            return np.full(len(single), TileClass.FULL, dtype=np.int8)
+        call, (b, h, i, j), (_, _, r0, r1, c0, c1) = self.call, self.call.starts, boxes
         return classify_tiles(
             self.keep,
             Boxes(
-                b=b + boxes.b,
-                h=h + boxes.h,
-                first_i=i + boxes.r0 * self.Br,
-                last_i=i + np.minimum(boxes.r1 * self.Br, call.shape.q_len) - 1,
-                first_j=j + boxes.c0 * self.Bc,
-                last_j=j + np.minimum(boxes.c1 * self.Bc, call.shape.kv_len) - 1,
+                b=b + boxes[0],
+                h=h + boxes[1],
+                first_i=i + r0 * self.Br,
+                last_i=i + np.minimum(r1 * self.Br, call.shape.q_len) - 1,
+                first_j=j + c0 * self.Bc,
+                last_j=j + np.minimum(c1 * self.Bc, call.shape.kv_len) - 1,
                 sizes=call.sizes,
                 params=call.params,
                 computed=call.loads is not None,
@@ -259,35 +225,34 @@ class _Grid:
             call.loads,
         )
 
-    def _halves(self, boxes: _TileBoxes) -> _TileBoxes:
+    def _halves(self, boxes: _Boxes) -> _Boxes:
         """Each box cut across its longer side."""
-        height, width = boxes.r1 - boxes.r0, boxes.c1 - boxes.c0
+        b, h, r0, r1, c0, c1 = boxes
+        height, width = r1 - r0, c1 - c0
         across = (width == 1) | ((height > 1) & (height * self.Br >= width * self.Bc))
-        middle = np.where(across, (boxes.r0 + boxes.r1) // 2, (boxes.c0 + boxes.c1) // 2)
-        lower = replace(boxes, r1=np.where(across, middle, boxes.r1), c1=np.where(across, boxes.c1, middle))
-        upper = replace(boxes, r0=np.where(across, middle, boxes.r0), c0=np.where(across, boxes.c0, middle))
-        return lower.joined(upper)
+        middle = np.where(across, (r0 + r1) // 2, (c0 + c1) // 2)
+        lower = np.stack([b, h, r0, np.where(across, middle, r1), c0, np.where(across, c1, middle)])
+        upper = np.stack([b, h, np.where(across, middle, r0), r1, np.where(across, c0, middle), c1])
+        return np.concatenate([lower, upper], axis=1)
 
 
-def _by_row(grid: _Grid, settled: Sequence[_Settled], weights: _Counts) -> _Counts:
+def _by_row(grid: _Grid, boxes: _Boxes, weights: _Counts) -> _Counts:
     """The weights of the columns that each row of tiles visits, summed."""
-    boxes = [each.boxes for each in settled]
-    return _spread(grid.rows, weights, [(x.r0, x.r1, x.c0, x.c1) for x in boxes])
+    return _spread(grid.rows, weights, boxes[2:])
 
 
-def _by_column(grid: _Grid, settled: Sequence[_Settled], weights: _Counts) -> _Counts:
+def _by_column(grid: _Grid, boxes: _Boxes, weights: _Counts) -> _Counts:
     """The weights of the rows that visit each column of tiles, summed."""
-    boxes = [each.boxes for each in settled]
-    return _spread(grid.columns, weights, [(x.c0, x.c1, x.r0, x.r1) for x in boxes])
+    return _spread(grid.columns, weights, boxes[[4, 5, 2, 3]])
 
 
-def _spread(length: int, weights: _Counts, spans: Sequence[tuple[_Counts, _Counts, _Counts, _Counts]]) -> _Counts:
+def _spread(length: int, weights: _Counts, spans: _Boxes) -> _Counts:
     """Adds to places first … last - 1 the weights begin … end - 1, for every such (first, last, begin, end)."""
     before, steps = np.concatenate([[0], np.cumsum(weights)]), np.zeros(length + 1, dtype=np.int64)
-    for first, last, begin, end in spans:
-        total = before[end] - before[begin]
-        np.add.at(steps, first, total)
-        np.subtract.at(steps, last, total)
+    first, last, begin, end = spans
+    total = before[end] - before[begin]
+    np.add.at(steps, first, total)
+    np.subtract.at(steps, last, total)
     return np.cumsum(steps)[:-1]
 
 
@@ -307,19 +272,13 @@ def _nearest(rows: int, sampled: _Counts) -> _Counts:
     return nearest
 
 
-def _heads(keep: Expr, shape: Shape) -> tuple[list[tuple[int, int]], int]:
-    """Batch elements and heads to look at, and how many there are whose masks differ as far as positions go.
-
-    One for all where the mask does not tell them apart; what it reads of captured tensors is not known anyway.
-    """
-    if 0 in (shape.batch, shape.heads):
-        return [], 0
-    axes = _axes_outside_loads(keep)
-    batches = range(shape.batch) if "b" in axes else range(1)
-    heads = range(shape.heads) if {"h", "hkv"} & axes else range(1)
+def _heads(axes: Set[str], shape: Shape, most: int | None = None) -> tuple[list[tuple[int, int]], int]:
+    """Batch elements and heads to look at, ``most`` at most, and how many there are whose masks differ along axes."""
+    batches = range(shape.batch if "b" in axes else min(shape.batch, 1))
+    heads = range(shape.heads if {"h", "hkv"} & axes else min(shape.heads, 1))
     count = len(batches) * len(heads)
-    chosen = range(0, count, max(1, -(-count // _MOST_HEADS)))
-    return [divmod(number, len(heads)) for number in chosen], count
+    step = 1 if most is None else max(1, -(-count // most))
+    return [divmod(number, len(heads)) for number in range(0, count, step)], count
 
 
 def _axes_outside_loads(expr: Expr) -> frozenset[str]:

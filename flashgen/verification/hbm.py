@@ -19,10 +19,8 @@ from flashgen.op.op import AttentionOp
 from flashgen.op.selected import lowered_tensors, numbers_of_queries
 from flashgen.op.tensor_kinds import as_arrays
 from flashgen.plan.arguments import param_field
-from flashgen.targets.gpu.block_bytes import bytes_of_blocks
-from flashgen.targets.gpu.bytes import bytes_of_call, bytes_of_sequences
+from flashgen.targets.gpu.bytes import bytes_of_blocks, bytes_of_caches, bytes_of_call, bytes_of_sequences
 from flashgen.targets.gpu.bytes import counted as counted_of
-from flashgen.targets.gpu.cache_bytes import bytes_of_caches
 from flashgen.verification.inputs import Inputs
 
 

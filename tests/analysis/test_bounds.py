@@ -13,7 +13,7 @@ from flashgen.analysis.ranging import bounds
 from flashgen.ir.expr import Expr, index, size
 from flashgen.ir.interval import FALSE, FULL_BOOL, TRUE, BoolRange, FloatRange, IntRange, Range
 from flashgen.ir.interval_float import point
-from flashgen.ir.operators_numpy import NUMPY, NumpyNamespace
+from flashgen.ir.operators import NUMPY, NumpyNamespace
 from flashgen.ir.text import text
 from tests.ir.cases import holds
 from tests.ir.expressions import expr

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from flashgen.analysis.kept_runs import Blocks, Run, fits_position, kept_runs
+from flashgen.analysis.kept import Blocks, Run, fits_position, kept_runs
 from flashgen.analysis.linear import Linear
 from flashgen.analysis.simplify import simplify
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, index, size

@@ -19,8 +19,8 @@ from flashgen.kinds.kind import PassName
 from flashgen.language import parse_text
 from flashgen.plan.launches import Launch, PassLaunches
 from flashgen.targets.gpu.emit import emit_cuda
+from flashgen.targets.gpu.launches import started
 from flashgen.targets.gpu.lists import cuda_fields
-from flashgen.targets.gpu.started import started
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS
 

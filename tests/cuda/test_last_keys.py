@@ -13,7 +13,7 @@ from flashgen.hosts.emulator import EmulatorError
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.op.op import AttentionOp
-from flashgen.targets.gpu.last_keys import LEAST_PART, parts_of_last, shares_last
+from flashgen.targets.gpu.launches import LEAST_PART, parts_of_last, shares_last
 from flashgen.verification.verify import verify_case
 from tests.cuda.helpers import planned
 from tests.cuda.hopper import changed, hopper, random

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flashgen.ir.interval import BoolRange, FloatRange, IntRange, Range
-from flashgen.ir.operators_numpy import NUMPY
+from flashgen.ir.operators import NUMPY
 from tests.cuda.operators import columns, name_of, run
 from tests.ir.cases import BOOL, CASES, FLOAT, INT, INT_MAX, INT_MIN, Case, boxes
 

@@ -11,8 +11,7 @@ import torch
 
 from flashgen.ir.expr import Expr, Symbol, SymbolKind
 from flashgen.ir.interval import FloatRange
-from flashgen.ir.operators import OPERATORS, Operator
-from flashgen.ir.operators_numpy import NUMPY, NumpyNamespace
+from flashgen.ir.operators import NUMPY, OPERATORS, NumpyNamespace, Operator
 from flashgen.reference.evaluate import TorchNamespace
 from tests.ir.cases import BOOL, CASES, FLOAT, INT, INT_MAX, INT_MIN, Case, boxes, holds, points
 from tests.ir.conftest import Compiled

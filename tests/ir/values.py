@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from flashgen.ir.expr import Apply, Expr, Literal, Load, walk
-from flashgen.ir.operators import OPERATORS, ArrayNamespace
-from flashgen.ir.operators_numpy import NUMPY
+from flashgen.ir.operators import NUMPY, OPERATORS, ArrayNamespace
 from flashgen.ir.types import ScalarType
 
 

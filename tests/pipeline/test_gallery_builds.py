@@ -16,7 +16,7 @@ from flashgen.compiler.reading import read_file, verdicts_of
 from flashgen.diagnostics import SpecError
 from flashgen.kinds.kind import BOTH
 from flashgen.store import gallery
-from flashgen.targets.gpu.started import started
+from flashgen.targets.gpu.launches import started
 from flashgen.targets.registry import GPUS
 from tests.pipeline.gpus import needs_nvrtc
 

@@ -16,10 +16,9 @@ from flashgen.plan.plan import Tiles
 from flashgen.targets.cpu import device as devices
 from flashgen.targets.cpu.device import GENERIC_CPU, local_cpu
 from flashgen.targets.cpu.limits import unused_pins
-from flashgen.targets.cpu.plan import plan_cpu
+from flashgen.targets.cpu.plan import CpuPlan, plan_cpu
 from flashgen.targets.cpu.products import Products
 from flashgen.targets.cpu.recipes import USABLE_SRAM
-from flashgen.targets.cpu.tiles import CpuPlan
 from flashgen.targets.device_table import known_devices
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS

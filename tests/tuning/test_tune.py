@@ -26,9 +26,8 @@ from flashgen.language import parse_text
 from flashgen.op.loading import load, load_spec, loads
 from flashgen.plan.measured import PASSES, Measured, MeasuredPass, Pins, ShapeClass, Tile, Tuning, spearman
 from flashgen.targets.cpu.device import GENERIC_CPU, cpu_identity, local_cpu
-from flashgen.targets.cpu.plan import plan_cpu
+from flashgen.targets.cpu.plan import CpuPlan, plan_cpu
 from flashgen.targets.cpu.products import Products
-from flashgen.targets.cpu.tiles import CpuPlan
 from flashgen.targets.device_table import known_devices
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.tuning import tune as tuning_module

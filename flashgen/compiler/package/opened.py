@@ -19,7 +19,7 @@ from flashgen.plan.packed import ManifestBinary, ManifestGpuSource, ManifestKern
 from flashgen.plan.plan import ANY_CALLS, CallKind
 from flashgen.store.cache import Cache
 from flashgen.store.headers import headers_of, shipped_header
-from flashgen.targets.cpu.tiles import CpuPlan, tiles_from_json
+from flashgen.targets.cpu.plan import CpuPlan, tiles_from_json
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS

@@ -6,14 +6,12 @@ In: a ``Variant`` and a ``CpuPlan``. Out: a ``KernelSource``. The context below 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from flashgen.analysis.base_2 import LOG2_E, in_base_2, needs_no_maximum
 from flashgen.analysis.diagonals import diagonal_values, over_diagonals
 from flashgen.analysis.levels import Level, observed_loads
 from flashgen.analysis.variant import CapturedGradient, Variant, constant_factor
 from flashgen.emit.context import (
-    Observed,
     WeightCode,
     by_score,
     derivative_hooks,
@@ -22,20 +20,19 @@ from flashgen.emit.context import (
     masks_apart,
     observed_load,
     pair_terms,
-    template_values,
     tidy,
 )
 from flashgen.emit.environment import environment
 from flashgen.emit.kernel_source import KernelSource
-from flashgen.emit.placement import Hooks, Placement
-from flashgen.emit.ranges import RangeCode, range_code
+from flashgen.emit.placement import Placement
+from flashgen.emit.ranges import range_code
 from flashgen.emit.spelling import c_literal
 from flashgen.emit.text import spec_digest, spec_lines
 from flashgen.ir.expr import Expr, Load, Symbol, index_set, walk
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
-from flashgen.kinds.operand import HEAD_ROWS, Field
+from flashgen.kinds.operand import HEAD_ROWS
 from flashgen.plan.arguments import (
     argument_fields,
     dimension_field,
@@ -46,8 +43,8 @@ from flashgen.plan.arguments import (
 )
 from flashgen.plan.work import CPU_COSTS, pair_work
 from flashgen.store.headers import headers_of
+from flashgen.targets.cpu.plan import CpuPlan
 from flashgen.targets.cpu.recipes import keeps_lists
-from flashgen.targets.cpu.tiles import CpuPlan
 from flashgen.version import __version__
 
 # In base 2. A row's maximum is replaced where a score is more than this above it: rows are seldom scaled down then, and
@@ -60,54 +57,6 @@ _MOVED = f"{_INPUTS}, fg::VecF t_dot, fg::VecF t_norms"
 _PAIR = "a, u, x, r, c, d"
 
 
-@dataclass(frozen=True)
-class _Gradient:
-    """The gradient of one read of a captured value, as a struct of the spec."""
-
-    name: str
-    level: str
-    captured: int  # the number of the value
-    pair_code: str | None  # one pair's contribution; None: it arrives through the sink alone
-    sink_code: str | None  # one row's contribution through the sink
-    added: str  # what adds ``value`` to the gradient ``to``
-    comment: str
-
-
-@dataclass(frozen=True)
-class _Context:
-    """Everything that ``kernel.cpp.jinja`` and what it includes may refer to."""
-
-    name: str
-    symbol: str
-    first_pass: str  # what functions of the forward pass are called, which forward mode is one of
-    last_pass: str  # the same of the backward pass
-    forward: str | None  # the struct that computes a tile, if there is such a pass
-    backward: str | None
-    passes: tuple[str, ...]  # the headers that are included
-    sizes: tuple[str, ...]  # of tiles, as the plan's macros call them
-    version: str
-    digest: str
-    spec_lines: tuple[str, ...]
-    formula: str
-    results: str  # the same of what the backward pass, or forward mode, computes
-    head_dim: object
-    plan: CpuPlan
-    parts: bool  # over some of the keys of rows, or some of the rows, and no ragged batches
-    arguments: tuple[Field, ...]
-    hooks: Hooks
-    hooks_by_key: Hooks  # those of the forward pass with neighbouring keys as lanes, for few query rows
-    function_inputs: dict[str, str]
-    flags: tuple[str, ...]  # of ``fg::AnySpec`` those that hold
-    factors: tuple[tuple[str, str], ...]  # of exponents in base 2, in base e, and by how much a score may grow
-    rules: tuple[tuple[str, str], ...]  # functions of the spec: declarations, and what they return
-    keep_range: RangeCode
-    observed_rows: tuple[Observed, ...]
-    observed_columns: tuple[Observed, ...]
-    tangent: bool  # forward mode: what tangents change, beside o and lse; or its backward pass
-    gradients: tuple[_Gradient, ...]
-    numbers: tuple[tuple[str, str], ...]  # fields that sequences may have of their own: C types and names
-
-
 def emit_cpu(variant: Variant, plan: CpuPlan) -> KernelSource:
     """The C++ source of one head dimension; the plan's tiles are its defaults.
 
@@ -118,9 +67,9 @@ def emit_cpu(variant: Variant, plan: CpuPlan) -> KernelSource:
     form = "" if variant.tangent is not None else variant.kind.mark
     symbol = f"{spec.name}_d{str(head_dim).replace('/', '_')}{form}"
     context = _context(variant, plan, symbol)
-    own = context.first_pass if context.forward else context.last_pass
+    own = context["first_pass"] if context["forward"] else context["last_pass"]
     suffix = "" if variant.tangent is None else f"_{own}"
-    code = tidy(environment().get_template("cpu/kernel.cpp.jinja").render(template_values(context)))
+    code = tidy(environment().get_template("cpu/kernel.cpp.jinja").render(context))
     return KernelSource(
         file_name=f"{symbol}{suffix}_cpu.cpp",
         target="cpu",
@@ -132,7 +81,8 @@ def emit_cpu(variant: Variant, plan: CpuPlan) -> KernelSource:
     )
 
 
-def _context(variant: Variant, plan: CpuPlan, symbol: str) -> _Context:
+def _context(variant: Variant, plan: CpuPlan, symbol: str) -> dict[str, object]:
+    """Everything that ``kernel.cpp.jinja`` and what it includes may refer to."""
     spec, kind, tangent = variant.spec, variant.kind, variant.tangent is not None
     placement = Placement(variant.proofs)
     by_key = placement.with_lanes(Level.COLUMN)
@@ -200,46 +150,53 @@ def _context(variant: Variant, plan: CpuPlan, symbol: str) -> _Context:
         "writes_f32_of_keys": kind.parts or kind.slices,
     }
     mode, headers = ("ForwardMode", ("forward_mode.h", "forward_mode_backward.h")) if tangent else ("", _PASSES)
-    return _Context(
-        name=spec.name,
-        symbol=symbol,
-        version=__version__,
-        digest=spec_digest(spec)[:16],
-        spec_lines=spec_lines(spec),
-        formula=formula(variant),
-        results=weights.form.tangent if tangent else weights.form.gradient,
-        head_dim=variant.head_dim,
-        plan=plan,
-        parts=kind.parts or kind.slices,
-        first_pass="jvp" if tangent else "forward",
-        last_pass="jvp_backward" if tangent else "backward",
-        forward=(mode or "Forward") + "Tile" if has_forward else None,
-        backward=f"{mode}BackwardTile" if has_backward else None,
-        passes=headers[not has_forward : 1 + has_backward],
-        sizes=(*(("BR", "BC") if has_forward else ()), *(("BACKWARD_BR", "BACKWARD_BC") if has_backward else ())),
-        arguments=argument_fields(spec, kind),
-        hooks=placement.hooks(),
-        hooks_by_key=by_key.hooks(),
-        function_inputs=inputs,
-        flags=tuple(name for name, holds in flags.items() if holds),
-        factors=(
+    return {
+        "name": spec.name,
+        "symbol": symbol,
+        "version": __version__,
+        "digest": spec_digest(spec)[:16],
+        "spec_lines": spec_lines(spec),
+        "formula": formula(variant),
+        # The formula of what the backward pass, or forward mode, computes.
+        "results": weights.form.tangent if tangent else weights.form.gradient,
+        "head_dim": variant.head_dim,
+        "plan": plan,
+        "parts": kind.parts or kind.slices,  # over some of the keys of rows, or some of the rows, and no ragged batches
+        # What functions of the forward pass are called, which forward mode is one of.
+        "first_pass": "jvp" if tangent else "forward",
+        "last_pass": "jvp_backward" if tangent else "backward",  # the same of the backward pass
+        # The struct that computes a tile, if there is such a pass.
+        "forward": (mode or "Forward") + "Tile" if has_forward else None,
+        "backward": f"{mode}BackwardTile" if has_backward else None,
+        "passes": headers[not has_forward : 1 + has_backward],  # the headers that are included
+        # Of tiles, as the plan's macros call them.
+        "sizes": (*(("BR", "BC") if has_forward else ()), *(("BACKWARD_BR", "BACKWARD_BC") if has_backward else ())),
+        "arguments": argument_fields(spec, kind),
+        "hooks": placement.hooks(),
+        "hooks_by_key": by_key.hooks(),  # those of the forward pass with neighbouring keys as lanes, for few query rows
+        "function_inputs": inputs,
+        "flags": tuple(name for name, holds in flags.items() if holds),  # of ``fg::AnySpec`` those that hold
+        # Of exponents in base 2, in base e, and by how much a score may grow.
+        "factors": (
             ("SCORE_FACTOR", c_literal(LOG2_E * factor)),
             ("SCALE", c_literal(factor)),
             ("MOST_GROWTH", c_literal(_MOST_GROWTH / (LOG2_E * factor))),
         )
         if weights.form.exponential
         else (),
-        rules=tuple(_rules(variant, captured, sink, sink_tangent).items()),
-        keep_range=keep_range,
-        observed_rows=rows,
-        observed_columns=columns,
-        tangent=tangent,
-        gradients=gradients,
-        numbers=(
+        # Functions of the spec: declarations, and what they return.
+        "rules": tuple(_rules(variant, captured, sink, sink_tangent).items()),
+        "keep_range": keep_range,
+        "observed_rows": rows,
+        "observed_columns": columns,
+        "tangent": tangent,  # forward mode: what tangents change, beside o and lse; or its backward pass
+        "gradients": gradients,
+        # Fields that sequences may have of their own: C types and names.
+        "numbers": (
             *((("uint32_t", "dropout_threshold"), ("float", "dropout_scale")) if spec.dropout is not None else ()),
             *(("float" if p.type is ScalarType.FLOAT else "int32_t", param_field(p.name)) for p in spec.params),
         ),
-    )
+    }
 
 
 def _rules(variant: Variant, captured: Sequence[str], sink: str | None, sink_tangent: str | None) -> dict[str, str]:
@@ -299,7 +256,8 @@ def _lists(keep: Expr) -> tuple[str, ...]:
 
 def _gradient(
     gradient: CapturedGradient, label: str, captured: int, placement: Placement, pair_code: str | None
-) -> _Gradient:
+) -> dict[str, object]:
+    """The gradient of one read of a captured value, as a struct of the spec."""
     read = gradient.read
     sinks = []
     for arriving, name, part in (
@@ -312,15 +270,16 @@ def _gradient(
     of_vectors = gradient.level in (Level.PAIR, Level.DIAGONAL, Level.ROW)
     code = (pair_code or "").replace("(INPUTS)", f"({_PAIR}, dot, sqdist)")
     code = code.replace("(MOVED)", f"({_PAIR}, dot, sqdist, t_dot, t_norms)")
-    return _Gradient(
-        name=f"Gradient_{label}",
-        level=gradient.level.value,
-        captured=captured,
-        pair_code=code or None,
-        sink_code=" + ".join(sinks) or None,
-        added=f"fg::add_rows(to, n, value, {offset})" if of_vectors else f"fg::add(to, {offset}, value)",
-        comment=f"∂L/∂{text(read)}",
-    )
+    return {
+        "name": f"Gradient_{label}",
+        "level": gradient.level.value,
+        "captured": captured,  # the number of the value
+        "pair_code": code or None,  # one pair's contribution; None: it arrives through the sink alone
+        "sink_code": " + ".join(sinks) or None,  # one row's contribution through the sink
+        # What adds ``value`` to the gradient ``to``.
+        "added": f"fg::add_rows(to, n, value, {offset})" if of_vectors else f"fg::add(to, {offset}, value)",
+        "comment": f"∂L/∂{text(read)}",
+    }
 
 
 def _elements(variant: Variant, name: str) -> str:

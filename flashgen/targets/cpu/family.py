@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import replace
 
 from flashgen.analysis.variant import Variant
@@ -17,11 +16,10 @@ from flashgen.plan.report import MOST, PassReport, RunnerUp, pass_report, reason
 from flashgen.targets.cpu.cost import pass_time
 from flashgen.targets.cpu.device import LOCAL, Cpu, cpu_identity
 from flashgen.targets.cpu.model import buffers, working_set
-from flashgen.targets.cpu.plan import plan_cpu
+from flashgen.targets.cpu.plan import CpuPlan, plan_cpu
 from flashgen.targets.cpu.products import Products, repays_parts
 from flashgen.targets.cpu.recipes import pass_to_plan, usable_bytes
 from flashgen.targets.cpu.target import CpuTarget
-from flashgen.targets.cpu.tiles import CpuPlan
 
 
 class CpuFamily:
@@ -87,12 +85,9 @@ def _runners_up(
 
 def _fitting(variant: Variant, products: Products, name: str, device: Cpu) -> tuple[Tiles, ...]:
     """Tiles that fit a core's cache, and that kernels multiply in this way. What the spec pins stays pinned."""
-    this = pass_to_plan(variant, products, name)
-    rows, columns = this.candidates(variant)
-    if products is Products.SPLIT:
-        rows = tuple(Br for Br in rows if repays_parts(Br))
-    tiles = (this.tile(variant, device, Br, Bc) for Br, Bc in itertools.product(rows, columns))
-    return tuple(tile for tile in tiles if tile.sram_bytes <= usable_bytes(device))
+    tiles = pass_to_plan(variant, products, name).candidates(variant, device)
+    repaid = (tile for tile in tiles if products is not Products.SPLIT or repays_parts(tile.Br))
+    return tuple(tile for tile in repaid if tile.sram_bytes <= usable_bytes(device))
 
 
 def _tile_bytes(variant: Variant, products: Products, name: str, lanes: int, blocks: BlockSizes) -> int:

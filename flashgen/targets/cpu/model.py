@@ -38,15 +38,44 @@ def round_up(value: int, multiple: int) -> int:
 
 def buffers(variant: Variant, products: Products, name: str, Br: int, Bc: int, lanes: int) -> dict[str, int]:
     """Bytes that the loop of a pass over key tiles touches, by name; what a pass has no use for is left out."""
-    is_forward, rows = name in ("forward", "jvp"), Br
+    back = int(name not in ("forward", "jvp"))
+    multiple = KEY_MULTIPLE if products.in_vectors else MATRIX_DEPTH
+    rows, bc = Br if products.in_vectors else round_up(Br, MATRIX_DEPTH), round_up(Bc, multiple)
+    widths = (variant.head_dim.qk, variant.head_dim.v)
+    (D, Dv), (Dp, Dvp) = widths, (round_up(width, lanes) for width in widths)
+    ld, gap = rows + lanes, 2 * lanes
+    if products is not Products.VECTORS:
+        D, Dv = (round_up(width, MATRIX_DEPTH) for width in widths)
     match products:
-        case Products.VECTORS:
-            sizes = (_forward if is_forward else _backward)(variant, Br, Bc, lanes)
-        case Products.PAIRS:
-            sizes = (_pair_forward if is_forward else _pair_backward)(variant, Br, Bc, lanes)
-        case _:
-            sizes = (_matrix_forward if is_forward else _matrix_backward)(variant, products.parts, Br, Bc, lanes)
-            rows = _matrix_padded(variant, Br, Bc)[2]
+        case Products.VECTORS:  # Qᵀ and Sᵀ; backward Q and dO either way
+            q, d_o = FLOAT * (D * ld + back * rows * Dp), FLOAT * (Dv * ld + rows * Dvp)
+            k, v = FLOAT * bc * Dp, FLOAT * bc * Dvp
+            s = d_p = FLOAT * bc * ld
+        case Products.PAIRS:  # pairs of features; forward V, backward K in pairs of rows, too, and P and dS as rows
+            q, d_o = BFLOAT16 * (D * ld + back * rows * Dp), BFLOAT16 * (Dv * ld + rows * Dvp)
+            k, v = BFLOAT16 * bc * (D + gap + back * Dp), BFLOAT16 * bc * (Dv + gap + (1 - back) * Dvp)
+            s = d_p = FLOAT * bc * ld + back * BFLOAT16 * bc * (rows + gap)
+        case _:  # forward V, backward Q, dO and K either way; strips of scores and P, backward all of P and dS
+            operand, strips = BFLOAT16 * products.parts, 2 * bc * MATRIX_DEPTH
+            q, d_o = (1 + back) * operand * D * rows, 2 * operand * Dv * rows
+            k, v = (1 + back) * operand * bc * D, (2 - back) * operand * bc * Dv
+            s = FLOAT * strips + operand * (bc * rows if back else strips)
+            d_p = s + operand * strips
+    sizes = {
+        "Q": q,
+        "dO": back * d_o,
+        "K": k,
+        "V": v,
+        "S, then P": s,
+        "dP, then dS": back * d_p,
+        "O": (1 - back) * FLOAT * Dvp * (rows if products.in_vectors and lanes >= LANES_OF_ROWS else ld),
+        "dQ": back * FLOAT * Dp * ld,
+        "dK": back * FLOAT * bc * Dp,
+        "dV": back * FLOAT * bc * Dvp,
+        "row state": FLOAT * (2 + back) * rows,
+        "diagonals": FLOAT * _diagonals(variant, rows, Bc, lanes, backward=back > 0),
+        "captured gradients": back * FLOAT * _captured(variant, rows, Bc * lanes),
+    }
     if name == "jvp":  # the state of a row has one number more
         sizes = _with_tangents(sizes, FLOAT * rows)
     elif name == "jvp_backward":  # dO has no tangent; the state of a row has t(lse) and epsilon, too
@@ -59,114 +88,10 @@ def working_set(variant: Variant, products: Products, name: str, Br: int, Bc: in
     return sum(buffers(variant, products, name, Br, Bc, lanes).values())
 
 
-def _forward(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
-    """Qᵀ, K, V, Sᵀ, O or Oᵀ, and the row state."""
-    D, Dp, Dvp = _padded(variant, lanes)
-    ld, bc = Br + lanes, round_up(Bc, KEY_MULTIPLE)
-    floats = {
-        "Q": D * ld,
-        "K": bc * Dp,
-        "V": bc * Dvp,
-        "S, then P": bc * ld,
-        "O": Dvp * (Br if lanes >= LANES_OF_ROWS else ld),
-        "row state": 2 * Br,
-        "diagonals": _diagonals(variant, Br, Bc, lanes),
-    }
-    return {name: FLOAT * count for name, count in floats.items()}
-
-
 def _with_tangents(sizes: dict[str, int], of_rows: int) -> dict[str, int]:
     """The buffers of a pass, each with its tangent, of which the state of rows has so many bytes."""
     own = {"row state": of_rows, "diagonals": 0}
     return sizes | {f"{name}, tangents": own.get(name, size) for name, size in sizes.items()}
-
-
-def _backward(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
-    """Q, Qᵀ, dO, dOᵀ, K, V, Sᵀ (then Pᵀ), dPᵀ (then dSᵀ), dQᵀ, the tile's dK and dV, the row state, partial sums."""
-    D, Dp, Dvp = _padded(variant, lanes)
-    ld, bc = Br + lanes, round_up(Bc, KEY_MULTIPLE)
-    floats = {
-        "Q": Br * Dp + D * ld,
-        "dO": Br * Dvp + variant.head_dim.v * ld,
-        "K": bc * Dp,
-        "V": bc * Dvp,
-        "S, then P": bc * ld,
-        "dP, then dS": bc * ld,
-        "dQ": Dp * ld,
-        "dK": bc * Dp,
-        "dV": bc * Dvp,
-        "row state": 3 * Br,
-        "diagonals": _diagonals(variant, Br, Bc, lanes, backward=True),
-        "captured gradients": _captured(variant, Br, Bc * lanes),
-    }
-    return {name: FLOAT * count for name, count in floats.items()}
-
-
-def _pair_forward(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
-    """The same in pairs of bfloat16: Q in pairs of features, K and V as rows, V in pairs of rows, too."""
-    D, Dv, _, _ = _matrix_padded(variant, Br, Bc)
-    bc, gap = round_up(Bc, KEY_MULTIPLE), 2 * lanes
-    return _forward(variant, Br, Bc, lanes) | {
-        "Q": BFLOAT16 * D * (Br + lanes),
-        "K": BFLOAT16 * bc * (D + gap),
-        "V": BFLOAT16 * bc * (Dv + gap + _padded(variant, lanes)[2]),
-    }
-
-
-def _pair_backward(variant: Variant, Br: int, Bc: int, lanes: int) -> dict[str, int]:
-    """The same backward: Q and dO in pairs either way, K in pairs of rows, too, and rows of P and dS beside scores."""
-    D, Dv, _, _ = _matrix_padded(variant, Br, Bc)
-    _, Dp, Dvp = _padded(variant, lanes)
-    bc, gap = round_up(Bc, KEY_MULTIPLE), 2 * lanes
-    scores = FLOAT * bc * (Br + lanes) + BFLOAT16 * bc * (Br + gap)
-    return _backward(variant, Br, Bc, lanes) | {
-        "Q": BFLOAT16 * (D * (Br + lanes) + Br * Dp),
-        "dO": BFLOAT16 * (Dv * (Br + lanes) + Br * Dvp),
-        "K": BFLOAT16 * bc * (D + gap + Dp),
-        "V": BFLOAT16 * bc * (Dv + gap),
-        "S, then P": scores,
-        "dP, then dS": scores,
-    }
-
-
-def _matrix_forward(variant: Variant, parts: int, Br: int, Bc: int, lanes: int) -> dict[str, int]:
-    """The same in matrix registers: Q in pairs, K, V and Vᵀ, two strips of S and of P, Oᵀ and the row state.
-
-    Operands are bfloat16, ``parts`` of them a number.
-    """
-    D, Dv, rows, bc = _matrix_padded(variant, Br, Bc)
-    operand = BFLOAT16 * parts
-    return {
-        "Q": operand * D * rows,
-        "K": operand * bc * D,
-        "V": 2 * operand * bc * Dv,
-        "S, then P": 2 * (FLOAT + operand) * bc * MATRIX_DEPTH,
-        "O": FLOAT * _padded(variant, lanes)[2] * (rows + lanes),
-        "row state": FLOAT * 2 * rows,
-        "diagonals": FLOAT * _diagonals(variant, rows, Bc, lanes),
-    }
-
-
-def _matrix_backward(variant: Variant, parts: int, Br: int, Bc: int, lanes: int) -> dict[str, int]:
-    """The same backward: Q and dO in pairs either way, K and Kᵀ, V, two strips of S and dP, all of P and dS."""
-    D, Dv, rows, bc = _matrix_padded(variant, Br, Bc)
-    _, Dp, Dvp = _padded(variant, lanes)
-    operand = BFLOAT16 * parts
-    scores = 2 * FLOAT * bc * MATRIX_DEPTH + operand * bc * rows
-    return {
-        "Q": 2 * operand * D * rows,
-        "dO": 2 * operand * Dv * rows,
-        "K": 2 * operand * bc * D,
-        "V": operand * bc * Dv,
-        "S, then P": scores,
-        "dP, then dS": scores + 2 * operand * bc * MATRIX_DEPTH,
-        "dQ": FLOAT * Dp * (rows + lanes),
-        "dK": FLOAT * bc * Dp,
-        "dV": FLOAT * bc * Dvp,
-        "row state": FLOAT * 3 * rows,
-        "diagonals": FLOAT * _diagonals(variant, rows, Bc, lanes, backward=True),
-        "captured gradients": FLOAT * _captured(variant, rows, Bc * lanes),
-    }
 
 
 def overhead(variant: Variant, products: Products, name: str, Br: int, Bc: int, l1_bytes: int) -> float:
@@ -246,19 +171,8 @@ def _captured(variant: Variant, of_row: int, of_column: int) -> int:
     return sum({Level.ROW: of_row, Level.COLUMN: of_column}.get(each.level, 0) for each in variant.gradients)
 
 
-def _diagonals(variant: Variant, rows: int, columns: int, lanes: int, *, backward: bool = False) -> int:
+def _diagonals(variant: Variant, rows: int, columns: int, lanes: int, *, backward: bool) -> int:
     """What is computed once a diagonal, and partial sums of gradients that belong to diagonals."""
     variant = over_diagonals(variant)
     sums = sum(each.level is Level.DIAGONAL for each in variant.gradients) if backward else 0
     return (len(diagonal_values(variant)) + sums) * (round_up(rows + columns, lanes) + lanes)
-
-
-def _matrix_padded(variant: Variant, Br: int, Bc: int) -> tuple[int, int, int, int]:
-    sizes = (variant.head_dim.qk, variant.head_dim.v, Br, Bc)
-    D, Dv, rows, columns = (round_up(size, MATRIX_DEPTH) for size in sizes)
-    return D, Dv, rows, columns
-
-
-def _padded(variant: Variant, lanes: int) -> tuple[int, int, int]:
-    D, Dv = variant.head_dim.qk, variant.head_dim.v
-    return D, round_up(D, lanes), round_up(Dv, lanes)

@@ -8,18 +8,20 @@ the one with the least work beside the matrix products is taken.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 
 from flashgen.analysis.variant import Variant
 from flashgen.diagnostics import SpecError
+from flashgen.ir.shape import Shape
+from flashgen.ir.types import ElementType
 from flashgen.plan.measured import PASSES, PLANNERS_OWN, Pins
-from flashgen.plan.plan import Rejection, Tiles, kib
+from flashgen.plan.plan import Plan, Rejection, Tiles, kib
 from flashgen.targets.cpu.device import Cpu
 from flashgen.targets.cpu.limits import limits, unused_pins
 from flashgen.targets.cpu.model import buffers, overhead
-from flashgen.targets.cpu.products import OF_TANGENTS, Products
+from flashgen.targets.cpu.products import OF_TANGENTS, Products, products_of_call
 from flashgen.targets.cpu.recipes import USABLE_SRAM, PassToPlan, decisions, pass_to_plan, usable_bytes
-from flashgen.targets.cpu.tiles import CpuPlan
 
 
 def plan_cpu(variant: Variant, device: Cpu, pins: Pins = PLANNERS_OWN) -> CpuPlan:
@@ -64,24 +66,20 @@ def _plan(variant: Variant, device: Cpu) -> CpuPlan:
 
 def _choose(variant: Variant, device: Cpu, each: PassToPlan) -> tuple[Tiles, str, list[Rejection]]:
     budget = usable_bytes(device)
-    rows, columns = each.candidates(variant)
-    fitting: list[tuple[float, Tiles]] = []
-    rejected: list[Rejection] = []
-    smallest: Tiles | None = None
-    for Br in rows:
-        for Bc in columns:
-            tile = each.tile(variant, device, Br, Bc)
-            if smallest is None or tile.sram_bytes < smallest.sram_bytes:
-                smallest = tile
-            if tile.sram_bytes <= budget:
-                cost = overhead(variant, each.products, each.name, Br, Bc, device.l1_bytes)
-                fitting.append((cost, tile))
-            else:
-                reason = f"needs {kib(tile.sram_bytes)}, {kib(budget)} are usable"
-                rejected.append(Rejection(each.title, Br, Bc, reason))
-    assert smallest is not None, "there is always a candidate"
+    tiles = each.candidates(variant, device)
+    fitting = [
+        (overhead(variant, each.products, each.name, tile.Br, tile.Bc, device.l1_bytes), tile)
+        for tile in tiles
+        if tile.sram_bytes <= budget
+    ]
+    rejected = [
+        Rejection(each.title, tile.Br, tile.Bc, f"needs {kib(tile.sram_bytes)}, {kib(budget)} are usable")
+        for tile in tiles
+        if tile.sram_bytes > budget
+    ]
     if not fitting:
         # Tiles that spill from L2 run from L3: slower, never wrong. A pinned tile is the user's choice.
+        smallest = min(tiles, key=lambda tile: tile.sram_bytes)
         kept = buffers(variant, each.products, each.name, smallest.Br, smallest.Bc, device.lanes)
         parts = ", ".join(f"{name} {size / 1024:.1f}" for name, size in kept.items())
         why = f"{each.title}: no tile fits; {_describe(smallest)} spills least from L2: {parts}"
@@ -98,3 +96,76 @@ def _choose(variant: Variant, device: Cpu, each: PassToPlan) -> tuple[Tiles, str
 
 def _describe(tile: Tiles) -> str:
     return f"B_r × B_c = {tile.Br} × {tile.Bc} ({tile.sram_bytes / 1024:.0f} KiB)"
+
+
+# What passes are called in macros.
+_MACROS = {"forward": "", "jvp": "", "backward": "BACKWARD_", "jvp_backward": "BACKWARD_"}
+
+
+@dataclass(frozen=True, repr=False)
+class CpuPlan(Plan):
+    """The decisions for one head dimension on the CPU of this name: the ``tiles`` of each pass, by how it multiplies.
+
+    Forward mode has a plan and a library of its own, whose macros are those of the forward pass. So has the backward
+    pass of forward mode, whose macros are those of the backward pass.
+    """
+
+    device: str
+    tiles: Mapping[Products, Mapping[str, Tiles]]
+
+    @property
+    def forward(self) -> Tiles:
+        """The tile in vectors."""
+        return self.tiles[Products.VECTORS]["forward"]
+
+    @property
+    def backward(self) -> Tiles:
+        """The tile in vectors."""
+        return self.tiles[Products.VECTORS]["backward"]
+
+    @property
+    def passes(self) -> Mapping[str, Tiles]:
+        """The tiles by the names of the passes, and of how they multiply."""
+        return {each.of_pass(name): tile for each, tiles in self.tiles.items() for name, tile in tiles.items()}
+
+    def of_call(self, device: Cpu, element: ElementType, shape: Shape) -> Mapping[str, tuple[Products, Tiles]]:
+        """How a call multiplies, the same in each pass, and its tiles."""
+        lowest = min(split.Br for split in self.tiles[Products.SPLIT].values())
+        products = products_of_call(device, element, shape, lowest, tuple(self.tiles))
+        return {name: (products, tile) for name, tile in self.tiles[products].items()}
+
+    @property
+    def elements_apart(self) -> tuple[ElementType, ...]:
+        return (ElementType.F32,)
+
+    def of_element(self, element: ElementType) -> Mapping[str, Tiles]:  # noqa: ARG002 - inside all is float32
+        return self.tiles[Products.VECTORS]
+
+    def joined(self, plans: Mapping[ElementType, tuple[CpuPlan, CpuPlan]]) -> CpuPlan:
+        ((found, _),) = plans.values()
+        return found
+
+    @property
+    def defines(self) -> tuple[tuple[str, str], ...]:
+        """The macros that carry the decisions into the generated source."""
+        return tuple(
+            (f"FLASHGEN_{each.prefix.upper()}{_MACROS[name]}{axis}", str(size))
+            for each, tiles in self.tiles.items()
+            for name, tile in tiles.items()
+            for axis, size in (("BR", tile.Br), ("BC", tile.Bc))
+        )
+
+    def tiles_as_json(self) -> dict[str, dict[str, int]]:
+        """The tiles as plain data: of ``forward``, ``pair_forward`` and so on."""
+        return {f"{each.prefix}{name}": asdict(tile) for each, of in self.tiles.items() for name, tile in of.items()}
+
+    def to_json(self) -> dict[str, object]:
+        found = asdict(replace(self, tiles={}))
+        del found["tiles"]
+        return found | self.tiles_as_json()
+
+
+def tiles_from_json(tiles: Mapping[str, Mapping[str, int]]) -> dict[Products, dict[str, Tiles]]:
+    """The tiles of both passes."""
+    names = ("forward", "backward")
+    return {each: {name: Tiles(**tiles[f"{each.prefix}{name}"]) for name in names} for each in Products}

@@ -5,6 +5,8 @@ In: a ``Variant``, a ``Cpu``, a pass. Out: ``Decision``s; rows and columns; of a
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -67,10 +69,6 @@ class PassToPlan:
     Br: int | None
     Bc: int | None
 
-    def tile(self, variant: Variant, device: Cpu, Br: int, Bc: int) -> Tiles:
-        """A tile with the bytes that it keeps."""
-        return Tiles(Br, Bc, working_set(variant, self.products, self.name, Br, Bc, device.lanes))
-
     @property
     def title(self) -> str:
         """In words."""
@@ -87,14 +85,14 @@ class PassToPlan:
             case _:
                 return (*MATRIX_ROWS, 384, 512) if is_forward else MATRIX_ROWS, MATRIX_COLUMNS
 
-    def candidates(self, variant: Variant) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Rows and columns to consider: what the schedule pins, else sizes that go with the layout's blocks."""
+    def candidates(self, variant: Variant, device: Cpu) -> list[Tiles]:
+        """Tiles to consider: what the schedule pins, else of sizes that go with the layout's blocks."""
         rows, columns = self._sizes
         block = variant.spec.layout.block if variant.spec.layout else None
-        return (
-            (self.Br,) if self.Br else _dividing(rows, block, ROW_MULTIPLE),
-            (self.Bc,) if self.Bc else _dividing(columns, block, 1),
-        )
+        rows = (self.Br,) if self.Br else _dividing(rows, block, ROW_MULTIPLE)
+        columns = (self.Bc,) if self.Bc else _dividing(columns, block, 1)
+        kept = functools.partial(working_set, variant, self.products, self.name, lanes=device.lanes)
+        return [Tiles(Br, Bc, kept(Br, Bc)) for Br, Bc in itertools.product(rows, columns)]
 
 
 def pass_to_plan(variant: Variant, products: Products, name: str) -> PassToPlan:

@@ -16,8 +16,7 @@ from flashgen.plan.packed import Image, ManifestBinary, ManifestKernel, Packed
 from flashgen.plan.plan import ANY_CALLS, WHOLE, CallKind, Part, Spill
 from flashgen.targets.cpu import limits
 from flashgen.targets.cpu.device import GENERIC_CPU, Cpu, local_cpu
-from flashgen.targets.cpu.plan import plan_cpu
-from flashgen.targets.cpu.tiles import CpuPlan
+from flashgen.targets.cpu.plan import CpuPlan, plan_cpu
 from flashgen.toolchains.cpp import Binary, compile_sources, cpu_identity, find_compiler
 from flashgen.toolchains.cpu_features import needed, system
 

@@ -15,8 +15,7 @@ from flashgen.kinds.operand import QUERIES, Elements, Operand, Width
 from flashgen.plan.launches import TURNED_KEYS, VisitLists
 from flashgen.plan.prediction import Access, by_tile, moved, once
 from flashgen.plan.tile_counts import GROUP, TileCounts
-from flashgen.targets.gpu.last_keys import parts_of_last
-from flashgen.targets.gpu.launches import TURNED_V, dq_sums, rows_of_a_block, turned_v
+from flashgen.targets.gpu.launches import TURNED_V, dq_sums, parts_of_last, rows_of_a_block, turned_v
 from flashgen.targets.gpu.lists import CHUNK, COUNTS, LENGTH, NUMBER, OF_KEYS, OF_QUERIES, TILES_OF_CHUNK
 from flashgen.targets.gpu.model import FLOAT, WINDOW, padded, panel_width
 from flashgen.targets.gpu.recipe import Recipe

@@ -1,18 +1,21 @@
 """Stage 3, plan for GPUs: the launches of every pass, and what lies in the workspace.
 
-In: a ``GpuPlan`` of one element type. Out: ``PassLaunches``. The kernels are those of ``entries.cuh.jinja`` in
-``templates/cuda`` and its headers, which take the places of the buffers from here.
+In: a ``GpuPlan`` of one element type. Out: ``PassLaunches``; the launch of each kernel that calls start, which a source
+holds alone. The kernels are those of ``entries.cuh.jinja`` in ``templates/cuda`` and its headers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import product
 
 from flashgen.analysis.by_blocks import UNIT
 from flashgen.analysis.selection import ListedBlocks
 from flashgen.analysis.variant import Variant
 from flashgen.ir.expr import Load
 from flashgen.ir.types import ElementType
+from flashgen.kinds.kind import PassName
 from flashgen.kinds.operand import HEAD_ROWS
 from flashgen.plan.arguments import dimension_field, gradient_field, stored_field
 from flashgen.plan.by_blocks import BROUGHT, COUNTED, ITEM, QUERIES, STATE_BYTES, part_bytes
@@ -29,9 +32,9 @@ from flashgen.plan.launches import (
     TileCounter,
 )
 from flashgen.targets.gpu.diagonals import diagonal_buffers, diagonal_counts, run_buffers
-from flashgen.targets.gpu.last_keys import MOST_UNITS, bytes_of_part, shares_last
 from flashgen.targets.gpu.lists import lists_of_keys, lists_of_queries, made_in_workspace
 from flashgen.targets.gpu.model import (
+    FLOAT,
     LIST_STARTS_BYTES,
     LISTERS,
     MERGING_THREADS,
@@ -389,3 +392,57 @@ def rows_of_a_block(variant: Variant, element: ElementType) -> int:
     while lanes < 32 and 2 * lanes <= chunks:
         lanes *= 2
     return 128 // lanes
+
+
+def pass_launches(
+    plan: GpuPlan, name: PassName, *, dropped: bool, deterministic: bool, captured: bool = True, turns: bool = False
+) -> PassLaunches:
+    """The launches of a pass; see ``backward_launches``."""
+    variant = plan.recipe.variant
+    if variant.listed is not None:
+        return block_launches(plan)
+    if variant.kind.cached:
+        return cached_launches(plan)
+    if name == "forward":
+        return forward_launches(plan, dropped=dropped)
+    return backward_launches(plan, dropped=dropped, deterministic=deterministic, captured=captured, turns=turns)
+
+
+def started(plan: GpuPlan, passes: Collection[PassName]) -> Mapping[str, Launch]:
+    """Every launch of these passes, by its kernel."""
+    both, found = (False, True), dict[str, Launch]()
+    drops = both if plan.recipe.variant.spec.dropout is not None else both[:1]
+    for name, dropped, deterministic, captured in product(passes, drops, both, both):
+        found |= pass_launches(plan, name, dropped=dropped, deterministic=deterministic, captured=captured).kernels
+    return found
+
+
+# Of the last key tiles, which several persistent blocks share: parts of one, of all, least tiles of queries of a part.
+MOST_PARTS, MOST_UNITS, LEAST_PART = 8, 512, 8
+PART_OVERHEAD = 4  # tiles of queries that take as long as what a part begins and ends with
+
+
+def shares_last(variant: Variant, tiles: Backward) -> bool:
+    """Whether several blocks work on each of the last key tiles, which persistent blocks that have others copy do."""
+    return tiles.persistent and tiles.producers > 0 and not variant.kind.ragged
+
+
+def parts_of_last(tiles: Backward, sizes: Mapping[str, int], blocks: int) -> tuple[int, int]:
+    """How many key tiles are left once all ``blocks`` have had as many, and how many of these work on each.
+
+    As ``parts_of`` of ``templates/include/flashgen/backward/warpgroup_visits.cuh`` has it.
+    """
+    key_tiles = sizes["batch"] * sizes["kv_heads"] * -(-sizes["kv_len"] // tiles.Bc)
+    queries, group = -(-sizes["q_len"] // tiles.Br), sizes["heads"] // sizes["kv_heads"]
+    rest, most = key_tiles % blocks, min(key_tiles // 2, MOST_UNITS)
+
+    def cost(parts: int) -> int:
+        return -(-rest * parts // blocks) * (-(-queries // parts) * group + PART_OVERHEAD)
+
+    counts = (n for n in range(2, MOST_PARTS + 1) if n * LEAST_PART <= queries and rest * n <= most)
+    return rest, min((1, *counts), key=cost) if rest else 1
+
+
+def bytes_of_part(variant: Variant, tiles: Backward) -> int:
+    """What one of these blocks leaves of dK and dV."""
+    return FLOAT * tiles.Bc * (padded(variant.head_dim.qk) + padded(variant.head_dim.v))

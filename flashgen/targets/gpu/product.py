@@ -67,22 +67,8 @@ class Gpu:
 
     def to_json(self) -> dict[str, object]:
         """The figures as plain data."""
-        return {
-            "kind": self.kind,
-            "name": self.name,
-            "product": self.product,
-            "target": self.target.name,
-            "generated": self.is_generated_for,
-            "sms": self.sms,
-            "sram_bytes": self.target.block_bytes,
-            "sm_bytes": self.target.sm_bytes,
-            "clock_hz": self.clock_hz,
-            "l2_bytes": self.l2_bytes,
-            "l2_bytes_per_clock": self.l2_bytes_per_clock,
-            "bandwidth": self.bandwidth,
-            "tensor_16": self.tensor_16,
-            "tensor_tf32": self.tensor_tf32,
-            "fma": self.fma,
-            "sources": dict(self.sources),
-            "own": self.is_own,
-        }
+        of_target = {"sram_bytes": self.target.block_bytes, "sm_bytes": self.target.sm_bytes}
+        names = ("kind", "name", "product", "sms", "clock_hz", "l2_bytes", "l2_bytes_per_clock", "bandwidth")
+        figures = {name: getattr(self, name) for name in (*names, "tensor_16", "tensor_tf32", "fma")}
+        about = {"target": self.target.name, "generated": self.is_generated_for, "own": self.is_own}
+        return figures | of_target | about | {"sources": dict(self.sources)}

@@ -14,10 +14,10 @@ from enum import Enum
 
 from flashgen.analysis.base_2 import LOG2_E, bounding_condition, float_params, needs_no_maximum
 from flashgen.analysis.factors import is_of_launch
-from flashgen.analysis.identities import make
 from flashgen.analysis.levels import Level, kept_level
 from flashgen.analysis.norms import SplitNorms, split_norms
 from flashgen.analysis.ranging import bounds
+from flashgen.analysis.simplify import make
 from flashgen.analysis.variant import DOT, CapturedGradient, Variant, linear_factor
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, literal, substitute, walk

@@ -16,10 +16,10 @@ from flashgen.plan.plan import ANY_CALLS, WHOLE, CallKind, Part, Spill
 from flashgen.targets.gpu import limits
 from flashgen.targets.gpu.architecture import Architecture
 from flashgen.targets.gpu.compile import GpuBinary, compile_calls, spills_of
+from flashgen.targets.gpu.launches import started
 from flashgen.targets.gpu.plan import plan_gpu
 from flashgen.targets.gpu.recipe import decide
 from flashgen.targets.gpu.recipes import Recipes
-from flashgen.targets.gpu.started import started
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.toolchains.nvrtc import compiler_name
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from flashgen.analysis.constraints import Truth
-from flashgen.analysis.kept_runs import Blocks, Run, fits_position, kept_runs
+from flashgen.analysis.kept import Blocks, Run, fits_position, kept_runs
 from flashgen.analysis.levels import level_of
 from flashgen.analysis.linear import Linear
 from flashgen.emit.placement import Placement

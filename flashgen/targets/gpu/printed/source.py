@@ -12,11 +12,11 @@ from flashgen.emit.text import spec_digest, spec_lines
 from flashgen.ir.spec import HeadDim
 from flashgen.kinds.kind import PassName
 from flashgen.plan.arguments import stored_tensors
+from flashgen.targets.gpu.launches import started
 from flashgen.targets.gpu.model import padded
 from flashgen.targets.gpu.primitives import C_TYPES, primitives
 from flashgen.targets.gpu.printed.passes import BackwardCode, ForwardCode, QueryCode, warpgroup_products
 from flashgen.targets.gpu.printed.spec import has_dropout
-from flashgen.targets.gpu.started import started
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.version import __version__
 
