@@ -176,7 +176,8 @@ def _check_rows(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
             raise TypeError(f"'{name}' must be a tensor, not {type(x).__name__}")
         if x.dim() != 4:
             raise ValueError(f"'{name}' has shape {list(x.shape)}; {form} is expected")
-        check_device(f"'{name}'", x, q.device)
+        if x.device != q.device:  # asked here, as a call costs more than the answer
+            check_device(f"'{name}'", x, q.device)
     if k_cache.shape[3] != q.shape[3] or v_cache.shape[:3] != k_cache.shape[:3]:  # of which one raises
         match("k_cache", k_cache, 3, q.shape[3], "the head dimension of q")
         for axis, what in enumerate(("entries or pages", "heads", "rows")):
@@ -218,7 +219,8 @@ def _numbers(name: str, x: object, shape: tuple[int | None, ...], q: Tensor) -> 
         raise TypeError(f"'{name}' is {x.dtype}; {_form(shape)} is expected")
     if x.dim() != len(shape) or x.shape[0] != shape[0]:
         raise ValueError(f"'{name}' has shape {list(x.shape)}; {_form(shape)} is expected")
-    check_device(f"'{name}'", x, q.device)
+    if x.device != q.device:
+        check_device(f"'{name}'", x, q.device)
     return (x if x.dtype is torch.int32 else saturated(x)).contiguous()
 
 

@@ -389,9 +389,9 @@ def test_a_divided_call_adds_up() -> None:
 def test_what_pairs_store(body: str, stored: list[str]) -> None:
     source = f"attention kept {{ head_dim 64  dtype bf16  {body} }}"
     assert [each.name for each in stored_tensors(variant_of(source).spec)] == stored
-    in_turn, code = decide(variant_of(source)).in_turn is not None, emitted(source, "sm_90a").whole
-    assert ("void store_pairs(" in code) == (bool(stored) or in_turn)
-    assert ("void add_in_turn(" in code) == in_turn
+    in_turn, code = decide(variant_of(source)).in_turn is not None, emitted(source, "sm_90a").text
+    assert ("stores_pairs = true" in code) == (bool(stored) or in_turn)
+    assert ("takes_turns = 1" in code) == in_turn
 
 
 def test_a_gradient_that_repeats_is_the_stored_one_but_for_rounding() -> None:

@@ -17,10 +17,10 @@ import pytest
 from tests.conftest import ROOT
 
 BUDGET = {
-    "lines of the package": 56_209,
+    "lines of the package": 56_211,
     "lines of templates": 24_685,
     "Jinja statements": 281,
-    "lines of generated packages": 3_128,
+    "lines of generated packages": 3_136,
     "calls of decide": 1,
     "modules at the top level": 3,
     "lines of the longest module": 450,

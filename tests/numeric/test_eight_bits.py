@@ -236,7 +236,7 @@ def test_kernels_of_wider_caches_have_nothing_of_8_bits() -> None:
     narrow, wide = (
         compiled(kernel_variant(spec, HeadDim(64, 64), rows), GPUS["sm_80"]).source.text for rows in (F8_CACHED, CACHED)
     )
-    for word in ("f8_cached = true", "NarrowTile", "order_columns"):
+    for word in ("f8_cached = true", "NarrowTile", "EightBitsOfCaches"):
         assert word in narrow
         assert word not in wide
 

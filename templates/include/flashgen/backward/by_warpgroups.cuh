@@ -163,14 +163,14 @@ template <class Base> struct ByWarpgroups : Base {
   FG_DEVICE StagedPairs staged_pairs(int row) const { return {memory + Memory::PAIRS + row * StagedPairs::row_bytes}; }
   // Where a lane begins to copy what pairs of tile n read.
   FG_DEVICE const PairElement* own_pairs(int n) const {
-    return Base::first_pair(visits.tile(n) * BR, column0() + StagedPairs::own_column()) + StagedPairs::own_row() * Spec::row_stride_of_pairs(a);
+    return Base::first_pair(visits.tile(n) * BR, column0() + StagedPairs::own_column()) + StagedPairs::own_row() * pairs_by_row(a);
   }
   FG_DEVICE bool has_chunks() const {
-    const bool chunks = visits.count() > 0 && Spec::column_stride_of_pairs(a) == 1 && StagedPairs::are_chunks(own_pairs(0), Spec::row_stride_of_pairs(a));
+    const bool chunks = visits.count() > 0 && pairs_by_column(a) == 1 && StagedPairs::are_chunks(own_pairs(0), pairs_by_row(a));
     return fg::ballot(chunks) != 0;
   }
   FG_DEVICE void copy_pairs() const {
-    const int64_t stride = Spec::row_stride_of_pairs(a);
+    const int64_t stride = pairs_by_row(a);
 #pragma unroll 1
     for (int n = 0; n < visits.count(); ++n) {
       const PairElement* own = own_pairs(n);

@@ -9,6 +9,9 @@
 
 namespace backward {
 
+// A printed template that headers name with arguments of their own.
+template <int> FG_DEVICE void queries_of_column();
+
 // In which loop a value changes.
 enum class Level { launch, head, row, column, pair };
 

@@ -95,12 +95,12 @@ template <class Base> struct WarpgroupKeys : Base {
   // That of a query of the call's and its `key`, from where its neighbours follow.
   FG_DEVICE const PairElement* first_pair(int query, int key) const {
     const Key c = {int(a.kv_start) + key};
-    return Spec::read_pairs(a) + offset_of_pair(a, u, x, make_row(a, u, x, int(a.q_start) + query), c);
+    return pairs_of(a) + offset_of_pair(a, u, x, make_row(a, u, x, int(a.q_start) + query), c);
   }
   // Pairs of tile n will read rows, a row a thread of those who copy: they come from memory meanwhile.
   FG_DEVICE void prefetch_pairs(int n, int thread) const {
     const int row0 = visits.tile(n) * BR, count = fg::min(BC, kv_len - column0());
-    if (Spec::column_stride_of_pairs(a) != 1) return;
+    if (pairs_by_column(a) != 1) return;
 #pragma unroll 1
     for (int row = thread; row < fg::min(BR, q_len - row0); row += CARRIERS) {
       const PairElement* const first = first_pair(row0 + row, column0());
@@ -115,7 +115,7 @@ template <class Base> struct WarpgroupKeys : Base {
       using E = PairElement;
       const int own_row = visits.tile(n) * BR + part * 8 * s_tiles, first_row = masked ? fg::min(own_row, q_len - 1) : own_row;  // a row is asked for what it reads
       const int first_key = column0() + warp_key, last_row = q_len - 1 - first_row, last_key = kv_len - 1 - first_key;
-      const int64_t by_row = Spec::row_stride_of_pairs(a), by_column = Spec::column_stride_of_pairs(a);
+      const int64_t by_row = pairs_by_row(a), by_column = pairs_by_column(a);
       const E* const first = first_pair(first_row, first_key);
       if constexpr (sizeof(E) == 2) {
         if (by_column == 1 && by_row % 2 == 0 && uintptr_t(first) % 4 == 0 && (!masked || last_key >= 15)) {

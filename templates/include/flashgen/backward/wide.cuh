@@ -173,7 +173,7 @@ template <class Base> struct Wide : Base {
   // Each brings half of Q and dO for both, once both are done with what was there. Each has dS of its own keys, sends it to the other,
   // and multiplies half of dQ's columns over the keys of both: half of these for each warpgroup.
   static constexpr int dq_tiles = DP / 4 / 8;
-  static_assert(P::cluster <= 2 && (P::cluster == 1 || (DP % 256 == 0 && split == 2)), "a warpgroup has whole panels of dQ");
+  static_assert(!shares_dq || (P::cluster == 2 && DP % 256 == 0 && split == 2), "a warpgroup has whole panels of dQ");
 
   // dS of the other block is there; it has used up this one's.
   struct DsSignals {

@@ -200,17 +200,17 @@ template <class Base> struct Warpgroups : Base {
       int j;
     } const c = {int(a.kv_start) + visits.tile(n) * BC + StagedPairs::own_column()};
     const int row = int(a.q_start) + visits.noted(&Notes::row0) + warp_row + StagedPairs::own_row();
-    return pairs_of(a) + offset_of_pair(a, u, x, rows[0], c) + (row - rows[0].i) * row_stride_of_pairs(a);
+    return pairs_of(a) + offset_of_pair(a, u, x, rows[0], c) + (row - rows[0].i) * pairs_by_row(a);
   }
   FG_DEVICE bool has_chunks() const {
-    const bool chunks = visits.count() > 0 && stride_of_pairs(a) == 1 && StagedPairs::are_chunks(own_pairs(0), row_stride_of_pairs(a));
+    const bool chunks = visits.count() > 0 && pairs_by_column(a) == 1 && StagedPairs::are_chunks(own_pairs(0), pairs_by_row(a));
     return ballot(chunks) != 0;
   }
   FG_DEVICE void stage_pairs(int n) const {
     if (n >= visits.count()) return;
     warp_barrier();  // all have read what lies there
     const int row_count = int(a.q_len) - visits.noted(&Notes::row0) - warp_row;
-    staged_pairs().copy_async(own_pairs(n), row_stride_of_pairs(a), row_count, kv_len - visits.tile(n) * BC);
+    staged_pairs().copy_async(own_pairs(n), pairs_by_row(a), row_count, kv_len - visits.tile(n) * BC);
   }
   // What pairs of tile n read, while its products run, and on to the next one.
   FG_DEVICE void take_pairs(Ahead& ahead, int n) const {
@@ -228,10 +228,10 @@ template <class Base> struct Warpgroups : Base {
     } const c = {int(a.kv_start) + min(column, kv_len - 1)};
     const auto *const upper = pairs_of(a) + offset_of_pair(a, u, x, rows[0], c), *const lower = pairs_of(a) + offset_of_pair(a, u, x, rows[1], c);
     const bool inside = visits.tile(n) * BC + BC <= kv_len;
-    const bool together = inside && lie_together(upper, stride_of_pairs(a)) && lie_together(lower, stride_of_pairs(a));
+    const bool together = inside && lie_together(upper, pairs_by_column(a)) && lie_together(lower, pairs_by_column(a));
     const int last = max(kv_len - 1 - column, 0);
-    load_pairs(ahead.at[0], upper, stride_of_pairs(a), together, last);
-    load_pairs(ahead.at[1], lower, stride_of_pairs(a), together, last);
+    load_pairs(ahead.at[0], upper, pairs_by_column(a), together, last);
+    load_pairs(ahead.at[1], lower, pairs_by_column(a), together, last);
   }
 
   // - from tile to tile -
