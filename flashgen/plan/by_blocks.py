@@ -2,7 +2,7 @@
 
 Stage 3, plan. In: the sizes of a call. Out: a ``BlockOrder``; None where the order of queries is kept. By blocks each
 row leaves a part for every number of its list, in the workspace, which is bounded: some of the queries at a time. Which
-specs have such kernels says ``analysis/by_blocks.py``; lists and parts are those of ``templates/cuda/by_blocks``.
+specs have such kernels says ``analysis/by_blocks.py``; their lists: ``templates/include/flashgen/by_blocks``.
 """
 
 from __future__ import annotations

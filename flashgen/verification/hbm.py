@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flashgen.analysis.selection import by_groups
+from flashgen.analysis.variant import Variant
 from flashgen.hosts.emulated import SIZE, Counted
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.op import AttentionOp
@@ -37,7 +38,9 @@ def hbm_bytes(op: AttentionOp, inputs: Inputs, counted: Sequence[Counted]) -> Ma
     found: dict[str, HbmBytes] = {}
     for each in counted:
         if each.name not in found:
-            found[each.name] = HbmBytes(_predicted(op, inputs, each), _counted(each))
+            traffic = each.report.traffic
+            moved = sum(traffic[name].total for name in counted_of(each.variant) if name in traffic)
+            found[each.name] = HbmBytes(_predicted(op, inputs, each), moved)
     return found
 
 
@@ -46,9 +49,9 @@ def _predicted(op: AttentionOp, inputs: Inputs, each: Counted) -> int:
     variant, plan, values = each.variant, each.ran.plan, each.values
     tiles = plan.own
     if variant.listed is not None:
-        return sum(bytes_of_blocks(variant, tiles, values, _numbers(op, inputs, values)).values())
+        return sum(bytes_of_blocks(variant, tiles, values, _numbers(op, inputs, variant, values)).values())
     spec = _spec_of_rows(op.spec, variant.spec)
-    captured = as_arrays(lowered_tensors(spec, inputs.captured, _sizes(values)))
+    captured = as_arrays(lowered_tensors(spec, inputs.captured, _sizes(variant, values)))
     if variant.kind.cached:
         return sum(bytes_of_caches(each.sequences, variant, tiles, values, captured).values())
     ran = (plan.recipe, tiles, plan.symbol, each.ran.launches, values, captured)
@@ -62,22 +65,19 @@ def _spec_of_rows(spec: AttentionSpec, ran: AttentionSpec) -> AttentionSpec:
     return spec if found is None else by_groups(spec, int(found[1]), narrow=False)
 
 
-def _numbers(op: AttentionOp, inputs: Inputs, values: Mapping[str, float]) -> Any:
+def _numbers(op: AttentionOp, inputs: Inputs, variant: Variant, values: Mapping[str, float]) -> Any:
     """The lists of a call's queries."""
     params = {each.name: values[param_field(each.name)] for each in op.spec.params}
-    whole = numbers_of_queries(op.spec, inputs.captured, _sizes(values), params)
+    whole = numbers_of_queries(op.spec, inputs.captured, _sizes(variant, values), params)
     group = int(values["heads"]) // int(values["kv_heads"])
     own = (("b_start", "batch", 1), ("h_start", "kv_heads", group), ("q_start", "q_len", 1))
     begins = [(int(values[start]) // each, int(values[count])) for start, count, each in own]
     return whole[tuple(slice(first, first + count) for first, count in begins)].long().numpy()
 
 
-def _counted(each: Counted) -> int:
-    return sum(each.report.traffic[name].total for name in counted_of(each.variant) if name in each.report.traffic)
-
-
-def _sizes(values: Mapping[str, float]) -> dict[str, int]:
+def _sizes(variant: Variant, values: Mapping[str, float]) -> dict[str, int]:
     """The sizes that captured tensors have in a call, by the fields of its arguments."""
     fields = {"B": ("b_total",), "H": ("h_total",), "Nq": ("q_most", "q_total"), "Nk": ("kv_most", "kv_total")}
     sizes = {name: int(next(values[each] for each in known if each in values)) for name, known in fields.items()}
-    return sizes | {"Hkv": sizes["H"] // max(1, int(values["heads"]) // max(1, int(values["kv_heads"])))}
+    kv_heads = sizes["H"] // max(1, int(values["heads"]) // max(1, int(values["kv_heads"])))
+    return sizes | {"Hkv": kv_heads, "D": variant.head_dim.qk, "Dv": variant.head_dim.v}

@@ -1,8 +1,8 @@
 """Shared memory of blocks, forward, of keys and of queries: which parts there are, and where they begin.
 
 In: a recipe, an element type, a tile. Out: ``Layout``s, which are counted and printed: a block of
-``templates/cuda/forward`` and of ``templates/cuda/backward`` finds its parts by the constants, and asserts what lies in
-each.
+``forward`` and of ``backward`` in ``templates/include/flashgen`` finds its parts by the constants, and
+asserts what lies in each.
 """
 
 from __future__ import annotations
