@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
@@ -22,6 +22,14 @@ def one_of(every: int, values: Iterable[Any]) -> list[Any]:
             counted += 1
         found.append(each)
     return found
+
+
+def only(chosen: Collection[str], values: Iterable[str]) -> list[Any]:
+    """Parameters of a test: those chosen as they are, the others marked slow; of none chosen, all are.
+
+    Where the tests of a module choose the same, each compiles once for all of them.
+    """
+    return [pytest.param(each, marks=() if each in chosen else pytest.mark.slow) for each in values]
 
 
 # Tests that take more than some seconds of a core, most of them because each case compiles: of their cases one in so
@@ -226,11 +234,6 @@ LONG = {
     "numeric/test_forward_mode.py::test_on_gpus": 2,
     "numeric/test_forward_mode.py::test_products_in_matrix_registers": 0,
     "numeric/test_forward_mode.py::test_tangents_of_all_that_moves": 12,
-    "numeric/test_gallery.py::test_float32_is_as_accurate_as_pytorch": 4,
-    "numeric/test_gallery.py::test_lengths": 28,
-    "numeric/test_gallery.py::test_more_queries_than_keys": 2,
-    "numeric/test_gallery.py::test_other_head_dims": 4,
-    "numeric/test_gallery.py::test_uneven_lengths_and_groups": 18,
     "numeric/test_large_head_dims.py::test_results_and_bytes": 6,
     "numeric/test_matrix_products.py::test_every_element_type": 0,
     "numeric/test_matrix_products.py::test_the_largest_and_the_smallest_numbers": 0,

@@ -10,8 +10,10 @@ from flashgen.language import parse_file
 from flashgen.verification import accepts, fitting
 from flashgen.verification.verify import verify_case
 from tests.numeric.helpers import GALLERY, SPECS, dtypes, failures, operator
-from tests.slices import one_of
+from tests.slices import only
 
+# Learned slopes and a mask, a learned table, lists of keys.
+QUICK = ("alibi", "relative_bias", "nsa_selected")
 LENGTHS = (1, 3, 113, 203, 1023)
 # Fewer queries than keys, one query over a cache, groups of query heads, one key/value head for all.
 UNEVEN = (
@@ -25,7 +27,7 @@ SEVERAL_HEAD_DIMS = [name for name in GALLERY if len(parse_file(SPECS / f"{name}
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("name", one_of(5, GALLERY))
+@pytest.mark.parametrize("name", only(QUICK, GALLERY))
 def test_lengths(name: str, length: int) -> None:
     """All element types up to 203; at 1023 the first, with one head."""
     op = operator(name)
@@ -36,7 +38,7 @@ def test_lengths(name: str, length: int) -> None:
         assert case.ok, failures(case)
 
 
-@pytest.mark.parametrize("name", one_of(3, SEVERAL_HEAD_DIMS))
+@pytest.mark.parametrize("name", only((), SEVERAL_HEAD_DIMS))
 def test_other_head_dims(name: str) -> None:
     op = operator(name)
     for head_dim in op.spec.head_dims[1:]:
@@ -47,7 +49,7 @@ def test_other_head_dims(name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", UNEVEN, ids=str)
-@pytest.mark.parametrize("name", one_of(5, GALLERY))
+@pytest.mark.parametrize("name", only(QUICK, GALLERY))
 def test_uneven_lengths_and_groups(name: str, shape: Shape) -> None:
     op = operator(name)
     for dtype in dtypes(op.spec):
@@ -55,7 +57,7 @@ def test_uneven_lengths_and_groups(name: str, shape: Shape) -> None:
         assert case.ok, failures(case)
 
 
-@pytest.mark.parametrize("name", one_of(5, GALLERY))
+@pytest.mark.parametrize("name", only(QUICK, GALLERY))
 def test_more_queries_than_keys(name: str) -> None:
     """Right, or refused where a captured tensor has an entry for each key and is read at each query."""
     op = operator(name)
@@ -67,7 +69,7 @@ def test_more_queries_than_keys(name: str) -> None:
             verify_case(op, op.spec.head_dims[0], dtypes(op.spec)[0], MORE_QUERIES)
 
 
-@pytest.mark.parametrize("name", one_of(5, GALLERY))
+@pytest.mark.parametrize("name", only(QUICK, GALLERY))
 def test_float32_is_as_accurate_as_pytorch(name: str) -> None:
     """In float32 too, errors are at most twice PyTorch's own, or of the size of a few rounding steps."""
     op = operator(name)
