@@ -29,10 +29,11 @@ def test_random_specs(machine: str, seed: int) -> None:
     assert summary["judged"] + sum(summary["refused"].values()) == summary["specs"]
 
 
-def test_random_specs_over_ranks(seed: int) -> None:
+@pytest.mark.parametrize("count", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_random_specs_over_ranks(count: int, seed: int) -> None:
     """To repeat a failure: the command that the message begins with."""
-    arguments = ["--backend", "tiled", "--ranks", "3", "--count", "3"]
+    arguments = ["--backend", "tiled", "--ranks", "3", "--count", str(count)]
     arguments += ["--seed", str(seed)]
     done = flashgen_process("fuzz", *arguments, "--attempts", "0", "--json", seconds=280)
     assert done.code == 0, f"flashgen fuzz {' '.join(arguments)}\n{done.stderr}"
-    assert json.loads(done.stdout)["specs"] == 3
+    assert json.loads(done.stdout)["specs"] == count

@@ -65,7 +65,7 @@ def step(attention: AttentionOp, inputs: list[Tensor], arguments: dict[str, Any]
     return (o, lse, *torch.autograd.grad([(o * 2).sum(), lse.sum()], learned))
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compile_without_graph_breaks(backend: str, compiler: str) -> None:
     if (backend, compiler) == ("reference", "inductor"):
         pytest.skip("one backend is enough for the slow compiler")
