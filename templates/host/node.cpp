@@ -203,7 +203,7 @@ struct Plan {
            reinterpret_cast<uintptr_t>(x.const_data_ptr()) % alignment == 0 && x.const_data_ptr() != nullptr;
   }
 
-  // The same of a param: one number on the CPU, which nothing is to be learned of.
+  // Whether a param can be read as it is: one number on the CPU, which nothing is to be learned of.
   bool takes_number(const at::Tensor& x, size_t n) const {
     return x.defined() && x.key_set() == keys_of_numbers && static_cast<int64_t>(x.scalar_type()) == types[n] &&
            x.dim() == 0 && !x.requires_grad();

@@ -58,7 +58,7 @@ FG_PRIMITIVE void copy_panel_async(T* to, const TensorMap& map, int column, int 
                                    int line = __builtin_LINE()) {
   copy_panel_to_all(to, map, column, row, slab, signal, 0, line);
 }
-// The same of a tensor of five dimensions.
+// A panel of a tensor of five dimensions.
 template <class T>
 FG_PRIMITIVE void copy_panel_async(T* to, const TensorMap& map, int column, int row, int slab, int fourth, int fifth,
                                    uint64_t* signal, int line = __builtin_LINE()) {

@@ -30,7 +30,7 @@ FG_PRIMITIVE void warp_barrier(int line = __builtin_LINE()) {
 FG_PRIMITIVE void barrier_wait(int number, int threads, int line = __builtin_LINE()) {
   emulator::registers.machine->together({emulator::Together::barrier_wait, line, nullptr, {}, number, threads});
 }
-// The same for threads that all wait, from different lines.
+// A barrier at which all `threads` wait, from different lines.
 FG_PRIMITIVE void barrier_meet(int number, int threads, int line = __builtin_LINE()) {
   emulator::registers.machine->together({emulator::Together::barrier_meet, line, nullptr, {}, number, threads});
 }

@@ -56,7 +56,7 @@ class Clocks {
 
   // A barrier in parts: what each that comes has seen, its next step if it does not wait, what it learns if it does.
   void collect(int warp, Seen& seen) const { merge(seen_[warp], seen); }
-  // The same where a single lane comes: not what its warp did since its lanes waited for each other.
+  // What a single lane that comes has seen: not what its warp did since its lanes waited for each other.
   void collect_lane(int warp, Seen& seen) const {
     const uint32_t before = seen[warp];
     merge(seen_[warp], seen);

@@ -83,7 +83,7 @@ class Mbarriers {
     come(signal, arrivals, line);
   }
 
-  // The same place of this block, of one in another.
+  // The place in this block's shared memory that `theirs` is in another's.
   const void* place(const void* theirs, SharedMemory& other) { return shared_.data() + (static_cast<const char*>(theirs) - other.data()); }
 
   // `counts`: what it reads is counted.
@@ -138,7 +138,7 @@ class Mbarriers {
     signal.copies.push_back(copy);
   }
 
-  // The same of bytes of another block's shared memory, which are read until they are there.
+  // Bytes that are copied to another block's shared memory; they are read until they are there.
   void send_bytes(Thread thread, const void* to, SharedMemory& other, const void* from, int count, const void* place, int line) {
     constexpr int chunk = warpgroup::chunk_bytes;
     Signal& signal = of(thread, place, line);

@@ -73,7 +73,7 @@ template <class T> FG_DEVICE T global_load(const T* p) {
 template <class T> FG_DEVICE void global_store(T* p, T value) { *p = value; }
 // The last cache holds the line of p before it is read.
 FG_DEVICE void global_prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-// The same, of what nobody reads soon: the last cache keeps other things instead.
+// A store of what nobody reads soon: the last cache keeps other things instead.
 FG_DEVICE void global_stream(uint4* p, uint4 value) { __stcs(p, value); }
 // Atomic, all four. The last one adds 1 and gives what was there before.
 FG_DEVICE void global_add(float* p, float value) {
@@ -170,7 +170,7 @@ FG_DEVICE void barrier_wait(int number, int threads) {
 FG_DEVICE void barrier_arrive(int number, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
-// The same for threads that all wait, and come from different places of the program.
+// A barrier at which all threads wait, and to which they come from different places of the program.
 FG_DEVICE void barrier_meet(int number, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
@@ -199,7 +199,7 @@ FG_DEVICE int again(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
-// The same in all lanes, and the compiler knows it.
+// The warp's number, of which the compiler knows that all lanes have the same.
 FG_DEVICE int warp_index() { return shuffle(int(threadIdx.x) / 32, 0); }
 
 // ---- matrices ------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ FG_DEVICE const uint4* list_of(const Arguments& a, const uint4* lists, int b, in
 FG_DEVICE int partials_of(uint32_t counts) { return int(counts & 0xffff); }
 FG_DEVICE int visits_of(uint32_t counts) { return int(counts >> 16); }
 
-// The same as find_visits, from a list where there is one.
+// Visits from a list where there is one, else as find_visits finds them.
 template <class Team, class List, class Classify>
 FG_DEVICE void take_visits(List* list, const uint4* shared, int first, int last, const Classify& classify) {
   if (!shared) return find_visits<Team>(list, first, last, classify);
@@ -71,7 +71,7 @@ FG_DEVICE void take_visits(List* list, const uint4* shared, int first, int last,
   Team::barrier();
 }
 
-// The same for the first window, in parts: the list is copied; once that is there, which tile it is of is known, and it takes
+// Visits of the first window, in parts: the list is copied; once that is there, which tile it is of is known, and it takes
 // the place of another list, where its visits count from `number` on. The first thread of those who copy has what it may read
 // before the others have waited: how many visits there are, of which tile, and the first of them.
 constexpr int COPIED_BYTES = CHUNK * (1 + CHUNKS);

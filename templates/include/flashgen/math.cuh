@@ -181,7 +181,7 @@ FG_DEVICE float tanh(float x) {
   const float far = copysignf((1.0f - e) * reciprocal_approximate(1.0f + e), x);
   return a < 0.55f ? near : far;
 }
-// The same where it is part of an exponent, of which the absolute error counts. In kernels of 16 bits alone it is right to
+// tanh where it is part of an exponent, of which the absolute error counts. In kernels of 16 bits alone it is right to
 // 2^-23, a score to 6e-6 where its cap is 50, while its weight is rounded to 2^-9 or 2^-12.
 FG_DEVICE float tanh_of_exponent(float x) {
   if constexpr (FLASHGEN_F32) return tanh(x);

@@ -4,7 +4,7 @@
 // holds every value that the operator can give, as float32 kernels compute it. Never wrong; where nothing is known,
 // wide. Int: lo ... hi, inside 32 bits; what may wrap is everything. Float: lo ... hi and, where `nan`, NaN besides;
 // the ends are float32 numbers. Bool: which truth values occur; a comparison with NaN is false, ne is true.
-// The same rules, by the same names, stand in flashgen/ir/interval.py and interval_float.py; a test compares the two.
+// flashgen/ir/interval.py and interval_float.py have these rules by the same names; a test compares the two.
 //
 // One text for CPUs and GPUs: what it is included after says what a function is there (FG_FUNCTION) and has the part of
 // the standard library that compilers for GPUs lack (fg::standard): cpu/standard.h, standard.cuh.

@@ -9,7 +9,7 @@
 namespace fg {
 #ifndef FLASHGEN_EMULATOR
 
-// The same of a tensor of five dimensions.
+// A panel of a tensor of five dimensions.
 template <class T>
 FG_DEVICE void copy_panel_async(
     T* to, const TensorMap& map, int column, int row, int slab, int fourth, int fifth, uint64_t* signal) {

@@ -108,13 +108,13 @@ FG_DEVICE void copy_rows_async(Tile to, From from, int first, int count, int thr
   }
 }
 
-// The same by all threads of a block.
+// Copies rows by all threads of a block.
 template <int threads, int width, class Tile, class From>
 FG_DEVICE void copy_rows_async(Tile to, From from, int first, int count) {
   copy_rows_async<threads, width>(to, from, first, count, again(int(threadIdx.x)));
 }
 
-// The same where all rows are there and as wide as the tile, by all threads of a block: nothing is asked of a row but where
+// Copies rows that all are there and as wide as the tile, by all threads of a block: nothing is asked of a row but where
 // it lies. `from(row0, column)` says so of a thread's first one, `next(place, row0, column, row)` of the one that is `row`
 // further, from where that before it lies.
 template <int threads, class Tile, class From, class Next>

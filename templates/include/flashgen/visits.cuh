@@ -50,7 +50,7 @@ template <class Spec, int BR, int BC> struct KeyTiles {
     return {kept.may_be_false || last * BC > kv_len, kept.may_be_true};
   }
 };
-// The same of query tiles and some keys: the last tile, and the tile of the keys, may reach past the end.
+// Classifies query tiles beside some keys: the last tile, and the tile of the keys, may reach past the end.
 template <class Spec, int BR, int BC> struct QueryTiles {
   const typename Spec::Arguments& a;
   const typename Spec::Launch& u;
@@ -116,8 +116,8 @@ template <class Team, class List, class Classify> FG_DEVICE void find_visits(Lis
   list_visits<Team, true>(list, first, last, classify, classify(first, last));
 }
 
-// The same where few tiles have a selected key, which may(tile) says: those alone are classified, a lane one. Their numbers are kept in
-// `candidates`, WINDOW of them.
+// Finds visits where few tiles have a selected key, which may(tile) says: those alone are classified, one by each lane. Their numbers
+// are kept in `candidates`, WINDOW of them.
 template <class Team, class List, class May, class Classify>
 FG_DEVICE void find_selected(List* list, uint16_t* candidates, int first, int last, const May& may, const Classify& classify) {
   const int lane = lane_index(), warp = Team::warp(), words = (last - first + 31) / 32;

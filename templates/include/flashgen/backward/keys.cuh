@@ -115,7 +115,7 @@ template <class Spec_, class T_, bool in_bounds_, bool dropped_, bool atomic_, A
       return place_of(head, number - head * key_tiles());
     }
   }
-  // The same, once a query head is there: from shared memory, where it costs no registers, if a list has it.
+  // The block's place, once a query head is there: from shared memory, where it costs no registers, if a list has it.
   FG_DEVICE Place place() const {
     if constexpr (!Spec::longest_first) return locate(number());
     const unsigned head = visits.noted(&Notes::head), b = head / unsigned(a.heads), group = unsigned(a.heads) / unsigned(a.kv_heads);

@@ -74,7 +74,7 @@ template <class Spec, class T, bool in_bounds, bool dropped, Adding how> struct 
     if constexpr (Spec::longest_first) return start;
     else return locate();
   }
-  // The same, once the team has met: from shared memory, where it costs no registers, if a list has it.
+  // The block's place, once the team has met: from shared memory, where it costs no registers, if a list has it.
   FG_DEVICE Place place() const {
     if constexpr (Spec::longest_first) return place_of(visits.noted(&Notes::head), visits.noted(&Notes::row0));
     else return locate();

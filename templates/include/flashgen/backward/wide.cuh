@@ -456,7 +456,7 @@ template <class Base> struct Wide : Base {
   static constexpr int sent_tiles = P::dq_sent / 8;
   // The columns that shared memory has room for leave by way of it, the others straight from registers.
   FG_DEVICE void put_dq(const fg::Accumulators<1, ColumnsOfK::tiles>& dq, int n) { put_columns_of_dq<0>(dq, n); }
-  // The same, at most 64 columns at a time; `beside` the first ones, and the last ones beside the `pending` products that `start_next` starts.
+  // Puts dQ in pieces of at most 64 columns; `beside` the first ones, and the last ones beside the `pending` products that `start_next` starts.
   template <int pending, int begin = 0, class Start, class Beside> FG_DEVICE void put_pieces_of_dq(int n, Start start_next, Beside beside) {
     constexpr int tiles = ColumnsOfK::tiles_together(begin, 8);
     constexpr bool last = begin + tiles == ColumnsOfK::tiles;

@@ -96,8 +96,8 @@ FG_INLINE void put_row(const NewImages& to, int m, const bf16* from, int width) 
   }
 }
 
-// The same of `parts`; `width` is a multiple of matrix_depth. `largest` is what no number's size is beyond, in its
-// lane.
+// Puts a row as a sum of `parts`; `width` is a multiple of matrix_depth. `largest` is what no number's size is beyond,
+// in its lane.
 template <int parts> FG_INLINE void put_row(const NewImages& to, int m, const float* from, int width, VecF& largest) {
   for (int k = 0; k < width; k += W) {
     const VecF x = load(from + k);

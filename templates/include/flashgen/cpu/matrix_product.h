@@ -206,7 +206,7 @@ template <int V, int parts> class MatrixProduct {
   Ahead& ahead_;
 };
 
-// The same in vectors, of sums of parts: an infinite number would meet zeros of the other operand's parts.
+// The product in vectors, of sums of parts: an infinite number would meet zeros of the other operand's parts.
 template <int parts>
 inline __attribute__((noinline)) void product_of_sums(
     int M, int vectors, int K, const Images& a, const Images& b, float* c, int64_t ldc, Begin begin) {

@@ -71,7 +71,7 @@ FG_INLINE VecU dropout_keeps_of_rows(uint64_t seed, int32_t b, int32_t h, VecI i
   return kept;
 }
 #if FG_LANES == 16
-// The same of rows that begin a square: a call's words are those of two lanes.
+// The kept pairs of rows that begin a square: a call's words are those of two lanes.
 FG_INLINE VecU dropout_keeps_of_square(uint64_t seed, int32_t b, int32_t h, int32_t first, int32_t block, uint32_t threshold) {
   const uint64_t head = static_cast<uint32_t>(h), batch = static_cast<uint32_t>(b), row = static_cast<uint32_t>(first >> 1);
   const VecUL rows = row + VecUL{0, 1, 2, 3, 4, 5, 6, 7};

@@ -45,7 +45,7 @@ template <int rows, int width> struct alignas(64) SumsInRows {
   float at[rows * ld];
 };
 
-// The same transposed: products are as wide as there are rows.
+// Sums that are transposed: products are as wide as there are rows.
 template <int rows, int width> struct alignas(64) TransposedSums {
   static constexpr bool in_rows = false;
   static constexpr int ld = rows + W;

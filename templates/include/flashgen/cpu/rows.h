@@ -100,7 +100,7 @@ inline void store_rows(void* to, int element, int64_t first, int64_t stride, con
   }
 }
 
-// The same of rows that lie transposed, `ld` apart; by way of `scratch`, `padded` a row, unless they fit as they are.
+// Stores rows that lie transposed, `ld` apart; by way of `scratch`, `padded` a row, unless they fit as they are.
 inline void store_transposed(void* to, int element, int64_t first, int64_t stride, const float* from, int64_t ld,
                              float* scratch, int padded, int width, int count) {
   if (element == F32 && width == padded && count % W == 0) {

@@ -18,7 +18,7 @@ namespace fg {
 // name(float) as lane 0 of name(VecF).
 #define FG_SCALAR_BY_VECTOR(name) \
   FG_INLINE float name(float x) { return name(broadcast(x))[0]; }
-// The same for two arguments, with the mixtures.
+// name(float, float) as lane 0 of name(VecF, VecF), with the mixtures.
 #define FG_SCALAR_BY_VECTOR_2(name)                                                               \
   FG_INLINE float name(float a, float b) { return name(broadcast(a), broadcast(b))[0]; }          \
   FG_MIXED(name)

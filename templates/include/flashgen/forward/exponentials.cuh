@@ -21,7 +21,7 @@ template <class Base_> struct Exponentials : Pairs<Base_> {
     if constexpr (Spec::f8 && Spec::product) return Base::exponent_unit;
     else return Spec::factor(u);
   }
-  // The same of maxima.
+  // What maxima are multiplied by.
   FG_DEVICE float factor_of_top() const {
     if constexpr (Spec::f8 && Spec::product) return Base::exponent_unit;
     else return Spec::factor_of_top(u);

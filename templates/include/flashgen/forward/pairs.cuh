@@ -39,7 +39,7 @@ template <class Base> struct Pairs : Base {
     if constexpr (Spec::diagonals && !masked) c.begin = begin, c.offset = 8 * t + e;
     return c;
   }
-  // The same with what scores have of its norm, which is multiplied by so much.
+  // The column with what scores have of its norm, which is multiplied by so much.
   template <bool masked> FG_DEVICE Column measured(int n, int column0, int t, int e, const Head& x) const {
     Column c = make<masked>(n, column0, t, e, x);
     if constexpr (Spec::sqdist) {
