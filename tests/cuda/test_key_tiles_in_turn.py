@@ -113,8 +113,8 @@ MISTAKES = {
         set[FaultKind](),
     ),
     "sums that go on": (
-        "    fg::clear(dk);\n    fg::clear(dv);\n",
-        "    if (first) fg::clear(dk), fg::clear(dv);\n",
+        "    fg::clear(Base::dk);\n    fg::clear(Base::dv);\n",
+        "    if (first) fg::clear(Base::dk), fg::clear(Base::dv);\n",
         set[FaultKind](),
     ),
 }

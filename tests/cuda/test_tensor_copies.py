@@ -295,8 +295,8 @@ BACKWARD_MISTAKES = {
     ),
     "served, arrival before what rows carry": (
         LONG,
-        "if (thread == 0) start_tile(n);",
-        "if (thread == 0) start_tile(n);\n        fg::mbarrier_arrive(signals().full(n));\n        if (false)",
+        "Base::start_once_free(n, thread);",
+        "Base::start_once_free(n, thread);\n      fg::mbarrier_arrive(Base::signals().full(n));\n      if (false)",
         {FaultKind.RACE, FaultKind.UNINITIALIZED, FaultKind.MBARRIER},
     ),
 }
