@@ -18,8 +18,7 @@ from flashgen.ir.build import apply
 from flashgen.ir.expr import Expr, Load, index, literal, size
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
 from flashgen.ir.types import ElementType
-from flashgen.nn.attention import Attention, as_op
-from flashgen.nn.learned import Initial
+from flashgen.nn.attention import Attention, Initial, as_op
 from flashgen.op.conversion import as_number, int_argument
 from flashgen.op.loading import load_spec
 from flashgen.op.op import BaseOp
