@@ -18,8 +18,7 @@ from torch import Tensor
 from flashgen.flex.aten import CONSTANT, FILLED, FORMULAS, REDUCTIONS, RULES
 from flashgen.flex.casts import ORDER, cast
 from flashgen.flex.numbers import own, settled, told
-from flashgen.flex.places import refuse
-from flashgen.flex.refusals import refuse_decision, refuse_unknown
+from flashgen.flex.places import refuse, refuse_decision, refuse_unknown
 from flashgen.flex.stand_ins import Cell, Cells, Symbolic, array_of, flat, mapped, symbolic, unwatched
 from flashgen.flex.values import MOST_TERMS, Session, Value, constant, convert, scalar_of
 

@@ -24,8 +24,18 @@ from flashgen.flex.captured import CapturedValues, Lifting
 from flashgen.flex.dispatch import dispatch
 from flashgen.flex.indexing import index, lengths
 from flashgen.flex.numbers import Guards, Host, Recipe, as_number, settled
-from flashgen.flex.places import border, calling_function, place_of, raise_at, refuse, refuse_at, refuse_raised
-from flashgen.flex.refusals import DECISIONS, refuse_decision, refuse_unknown
+from flashgen.flex.places import (
+    DECISIONS,
+    border,
+    calling_function,
+    place_of,
+    raise_at,
+    refuse,
+    refuse_at,
+    refuse_decision,
+    refuse_raised,
+    refuse_unknown,
+)
 from flashgen.flex.stand_ins import Symbolic, flat, mapped, watched
 from flashgen.flex.values import FLOAT, Session, Slot, Value, convert
 from flashgen.ir.expr import Expr, score_input
