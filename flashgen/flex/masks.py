@@ -281,15 +281,19 @@ def _kept_in(blocks: Tensor, block_size: tuple[int, int]) -> Mod:
 
 def _say_the_same(mask: torch_flex.BlockMask, mask_mod: Mod, partial: Tensor, full: Tensor | None) -> bool:
     """Whether the lists of blocks follow from the mask_mod, compared by a few rows of blocks at a time."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # noqa: PLC0415 - imports Dynamo
+
+    over_pairs: Any = torch_flex._vmap_for_bhqkv(mask_mod, prefix=())
     rows, columns = mask.BLOCK_SIZE
     q_len, kv_len = mask.seq_lengths
     device, (batch, heads) = partial.device, partial.shape[:2]
     full = torch.zeros_like(partial) if full is None else full
-    keys = torch.arange(kv_len, device=device)
+    b, h, keys = (torch.arange(count, device=device) for count in (batch, heads, kv_len))
     at_once = max(1, _AT_ONCE // max(1, rows * kv_len * batch * heads)) * rows
     for start in range(0, q_len, at_once):
         queries = torch.arange(start, min(start + at_once, q_len), device=device)
-        kept = _evaluated(mask_mod, batch, heads, queries, keys)
+        with torch.no_grad(), TransformGetItemToIndex():
+            kept = over_pairs(b, h, queries, keys).expand(batch, heads, len(queries), kv_len)
         block_rows, block_columns = queries // rows, keys // columns
         listed = partial[:, :, block_rows][..., block_columns]
         filled = full[:, :, block_rows][..., block_columns]
@@ -305,13 +309,3 @@ def _dense(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     listed &= (indices >= 0) & (indices < columns)
     found.scatter_(-1, torch.where(listed, indices, columns).long(), value=True)
     return found[..., :-1]
-
-
-def _evaluated(mask_mod: Mod, batch: int, heads: int, queries: Tensor, keys: Tensor) -> Tensor:
-    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # noqa: PLC0415 - imports Dynamo
-
-    over_pairs: Any = torch_flex._vmap_for_bhqkv(mask_mod, prefix=())
-    b, h = (torch.arange(count, device=queries.device) for count in (batch, heads))
-    with torch.no_grad(), TransformGetItemToIndex():
-        kept: Tensor = over_pairs(b, h, queries, keys)
-    return kept.expand(batch, heads, len(queries), len(keys))

@@ -28,14 +28,14 @@ def spellings(folder: Path) -> tuple[str, ...]:
 NOT_THE_USERS = (*spellings(Path(__file__).parents[1]), *spellings(Path(torch.__file__).parent), "<frozen")
 
 
-def refuse(code: str, message: str, *, hints: Sequence[str] = ()) -> NoReturn:
+def refuse(code: str, message: str, *, hint: str = "") -> NoReturn:
     """Raise a ``SpecError`` that points to the line of the mod that is being traced."""
-    raise_at(current_place(), code, message, hints=hints)
+    raise_at(current_place(), code, message, hints=(hint,) if hint else ())
 
 
-def refuse_at(function: object, code: str, message: str, *, hints: Sequence[str] = ()) -> NoReturn:
+def refuse_at(function: object, code: str, message: str, *, hint: str = "") -> NoReturn:
     """Raise a ``SpecError`` that points to where a function is defined."""
-    raise_at(place_of(function), code, message, hints=hints)
+    raise_at(place_of(function), code, message, hints=(hint,) if hint else ())
 
 
 def refuse_raised(error: BaseException, mod: object) -> NoReturn:
@@ -190,17 +190,17 @@ MISSING: Mapping[str, str] = MappingProxyType(
 def refuse_decision(name: str, *, hinted: bool = True) -> NoReturn:
     """Refuse an operation by which Python would decide on a value that only a kernel knows."""
     asked, instead = DECISIONS[name]
-    hints = (instead,) if hinted and instead else ()
-    refuse("E601", f"{asked} asks for a value that is known to the kernel alone, one for each pair", hints=hints)
+    hint = instead if hinted else ""
+    refuse("E601", f"{asked} asks for a value that is known to the kernel alone, one for each pair", hint=hint)
 
 
 def refuse_unknown(name: str, known: Iterable[str] = ()) -> NoReturn:
     """Refuse a function that is not in the table of operators."""
     shown = name.removeprefix("get:").strip("_") if name.startswith(("__", "get:")) else name
     if name == "__setitem__":
-        refuse("E602", "a mod cannot assign to elements", hints=("write torch.where(condition, x, y)",))
+        refuse("E602", "a mod cannot assign to elements", hint="write torch.where(condition, x, y)")
     if shown in MISSING:
-        refuse("E602", f"flashgen has no '{shown}' for a mod", hints=(MISSING[shown],))
+        refuse("E602", f"flashgen has no '{shown}' for a mod", hint=MISSING[shown])
     close = nearest(shown, [each for each in known if not each.startswith("_")], limit=3)
-    hints = (f"did you mean {quoted_list(close)}?",) if close else ("docs/flex.md lists the functions",)
-    refuse("E602", f"flashgen has no '{shown}' for a mod", hints=hints)
+    hint = f"did you mean {quoted_list(close)}?" if close else "docs/flex.md lists the functions"
+    refuse("E602", f"flashgen has no '{shown}' for a mod", hint=hint)
