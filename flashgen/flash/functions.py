@@ -24,7 +24,7 @@ from flashgen.flash.options import (
     with_options_of,
     with_second_query,
 )
-from flashgen.flash.rows import Ragged, longest_argument, rows_of_cache, starts_argument, used_argument
+from flashgen.flash.rows import TYPES, Ragged, longest_argument, rows_of_cache, starts_argument, used_argument
 
 _FORMS = {"q": "[B, Nq, H, D]", "k": "[B, Nk, Hkv, D]", "v": "[B, Nk, Hkv, Dv]"}
 
@@ -198,9 +198,6 @@ def flash_attn_varlen_kvpacked_func(
 # -- parts over different keys -----------------------------------------------------------------------------------------
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
 def flash_attn_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -223,10 +220,10 @@ def flash_attn_combine(
         if x.dtype is not torch.float32:
             raise TypeError(f"'{name}' is {x.dtype}; torch.float32 is expected")
     dtype = out_dtype or (torch.float32 if out is None else out.dtype)
-    if dtype not in _DTYPES or (out is not None and (out.dtype is not dtype or out.shape != out_partial.shape[1:])):
+    if dtype not in TYPES or (out is not None and (out.dtype is not dtype or out.shape != out_partial.shape[1:])):
         given = "" if out is None else f", and 'out' {out.dtype} {list(out.shape)}"
         raise ValueError(
-            f"'out_dtype' is {out_dtype}{given}; one of {', '.join(map(str, _DTYPES))} is expected, of shape "
+            f"'out_dtype' is {out_dtype}{given}; one of {', '.join(map(str, TYPES))} is expected, of shape "
             f"{list(out_partial.shape[1:])}"
         )
     o, lse = _combined(out_partial, lse_partial)
