@@ -50,7 +50,21 @@ def autocast(op: AttentionOp, *tensors: Tensor) -> tuple[Tensor, ...]:
 def check_call(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, backend: str) -> None:
     """Raise ``TypeError`` and ``ValueError`` for tensors that a dense call on a group of this backend does not take."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_one(name, x, q, backend)
+        _check_rows(name, x)
+        if is_functorch_wrapped_tensor(x):
+            raise TypeError(
+                f"'{name}' is a tensor of torch.func (vmap, grad, jvp): context_parallel has no rule for these, as "
+                "ranks talk in it; the op itself has"
+            )
+        if x.dim() != 4:
+            raise ValueError(f"'{name}' has shape {list(x.shape)}; [B, H, n, D] is expected, n rows of this rank")
+        if backend == "nccl" and not x.is_cuda:
+            raise ValueError(f"'{name}' is on {x.device}; NCCL, which this group has, takes tensors on GPUs")
+        if backend == "gloo" and not x.is_cpu and x.device == q.device:
+            raise ValueError(f"'{name}' is on {x.device}; gloo, which this group has, takes tensors on CPUs")
+        check_device(f"'{name}'", x, q.device)
+        if x.dtype is not q.dtype:
+            raise TypeError(f"'{name}' is {x.dtype}, but 'q' is {q.dtype}; q, k and v share one type")
     shapes = f"q, k and v have the shapes {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
     if not q.shape[2] == k.shape[2] == v.shape[2]:
         raise ValueError(
@@ -67,24 +81,6 @@ def check_call(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, backend: st
         raise ValueError(
             f"head dimension {q.shape[3]} of q and {v.shape[3]} of v; '{spec.name}' is compiled for {known}"
         )
-
-
-def _check_one(name: str, x: Tensor, q: Tensor, backend: str) -> None:
-    _check_rows(name, x)
-    if is_functorch_wrapped_tensor(x):
-        raise TypeError(
-            f"'{name}' is a tensor of torch.func (vmap, grad, jvp): context_parallel has no rule for these, as ranks "
-            "talk in it; the op itself has"
-        )
-    if x.dim() != 4:
-        raise ValueError(f"'{name}' has shape {list(x.shape)}; [B, H, n, D] is expected, n rows of this rank")
-    if backend == "nccl" and not x.is_cuda:
-        raise ValueError(f"'{name}' is on {x.device}; NCCL, which this group has, takes tensors on GPUs")
-    if backend == "gloo" and not x.is_cpu and x.device == q.device:
-        raise ValueError(f"'{name}' is on {x.device}; gloo, which this group has, takes tensors on CPUs")
-    check_device(f"'{name}'", x, q.device)
-    if x.dtype is not q.dtype:
-        raise TypeError(f"'{name}' is {x.dtype}, but 'q' is {q.dtype}; q, k and v share one type")
 
 
 def _check_rows(name: str, x: object) -> None:

@@ -124,11 +124,6 @@ def _number_of(value: Any) -> int | float | None:
     return value if type(value) in _SCALARS else None
 
 
-def _has_attributes(value: Any) -> bool:
-    """Whether an object has attributes that can be set, in ``__dict__`` or ``__slots__``."""
-    return hasattr(value, "__dict__") or any("__slots__" in vars(each) for each in type(value).__mro__)
-
-
 def _is_of_library(value: ModuleType | FunctionType) -> bool:
     """Whether a module or function is a library's own; one of the user may share its name, or wrap another."""
     if isinstance(value, ModuleType):
@@ -342,7 +337,8 @@ class Lifting:
         of_library = _is_of_library(value) if isinstance(value, ModuleType) else _is_library(kind.__module__)
         if isinstance(value, (type, enum.Enum)) or (callable(value) and not hasattr(kind.__call__, "__code__")):
             return value
-        if not _has_attributes(value) or (of_library and kind not in _NAMESPACES):
+        has_attributes = hasattr(value, "__dict__") or any("__slots__" in vars(each) for each in kind.__mro__)
+        if not has_attributes or (of_library and kind not in _NAMESPACES):
             return value
         self._seen[id(value)] = made = Attributes(value, self)
         return made
