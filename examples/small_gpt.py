@@ -25,7 +25,7 @@ from flashgen.compiler.reading import Constant
 from flashgen.ir.expr import literal
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.nn import Attention
-from flashgen.nn.learned import learned_values
+from flashgen.nn.attention import learned_values
 from flashgen.nn.multihead import masked
 from flashgen.op.op import BaseOp
 from flashgen.picture.plotting import SUFFIXES, require

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import wraps
+from functools import reduce, wraps
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +27,7 @@ from flashgen.distributed.blocks import Held, joined
 from flashgen.op.values import type_of_sums
 
 Group = dist.ProcessGroup | None
-Backward = Callable[..., Any]
+Wait = Callable[[], None]
 
 
 _counters: list[SimpleNamespace] = []
@@ -71,7 +71,7 @@ def all_to_all(rows: Tensor, counts: Sequence[int], received: Sequence[int], gro
     return out
 
 
-def once(backward: Backward) -> Backward:
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """A backward pass that raises ``RuntimeError`` with ``create_graph=True``.
 
     PyTorch's ``once_differentiable`` raises in a node of the graph instead, and ``torch.autograd.grad`` runs only the
@@ -88,27 +88,6 @@ def once(backward: Backward) -> Backward:
         return backward(ctx, *gradients)
 
     return checked
-
-
-class Flight:
-    """Messages between pairs of ranks that are under way. ``wait`` returns when they have arrived.
-
-    On a GPU the stream waits, not the host. NCCL uses a stream of its own, gloo threads, so that this rank computes
-    meanwhile.
-    """
-
-    def __init__(self, works: Sequence[Any], peers: Sequence[int], kept: Sequence[Tensor], what: str) -> None:
-        self._works, self._peers, self._kept, self._what = works, peers, kept, what
-
-    def wait(self) -> None:
-        """Raises ``RuntimeError`` with the rank that does not answer."""
-        for n, work in enumerate(self._works):
-            try:
-                work.wait()
-            except RuntimeError as error:
-                who = [self._peers[n]] if len(self._works) == len(self._peers) else sorted(set(self._peers))
-                raise no_answer(who, self._what, error) from error
-        self._works, self._kept = (), ()
 
 
 def no_answer(ranks: Sequence[int], what: str, error: Exception) -> RuntimeError:
@@ -177,10 +156,13 @@ def _is_reached(group: Group, rank: int) -> bool:
     return True
 
 
-def post(sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], group: Group, what: str) -> Flight:
-    """Begin to send a tensor to each rank of ``sent``, and to receive into those of ``received``, filled at ``wait``.
+def post(sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]], group: Group, what: str) -> Wait:
+    """Begin to send a tensor to each rank of ``sent``, and to receive into those of ``received``.
 
     Both ends of a message have to post it; empty tensors are not sent. ``what`` names the contents in errors.
+    Returns a function that waits until all have arrived, and raises ``RuntimeError`` with a rank that does not answer.
+    On a GPU the stream waits, not the host. NCCL uses a stream of its own, gloo threads, so that this rank computes
+    meanwhile.
     """
     ops, peers, kept = [], [], []
     for function, each in ((dist.isend, sent), (dist.irecv, received)):
@@ -197,7 +179,18 @@ def post(sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tenso
         works = dist.batch_isend_irecv(ops) if ops else []
     except RuntimeError as error:
         raise no_answer(sorted(set(peers)), what, error) from error
-    return Flight(works, peers, kept, what)
+
+    def wait() -> None:
+        for n, work in enumerate(works):
+            try:
+                work.wait()
+            except RuntimeError as error:
+                who = [peers[n]] if len(works) == len(peers) else sorted(set(peers))
+                raise no_answer(who, what, error) from error
+        works.clear()
+        kept.clear()
+
+    return wait
 
 
 class _SumGradients(torch.autograd.Function):
@@ -225,25 +218,19 @@ def _total(x: Tensor, group: Group) -> Tensor:
     world = dist.get_world_size(group)
     wide = x.reshape(-1)
     part = -(-wide.numel() // world)
+    if part == 0:
+        return x
     parts = torch.nn.functional.pad(wide, (0, world * part - wide.numel())).reshape(world, part)
-    taken = torch.empty_like(parts)
-    if part:
-        with answering(group, "gradients of captured values"):
-            dist.all_to_all_single(taken, parts, group=group)
-    own = taken[0]
-    for each in taken[1:]:
-        own = own + each
-    whole = torch.empty_like(parts)
-    if part:
-        with answering(group, "gradients of captured values"):
-            dist.all_gather(list(whole), own.contiguous(), group=group)
+    taken, whole = torch.empty_like(parts), torch.empty_like(parts)
+    with answering(group, "gradients of captured values"):
+        dist.all_to_all_single(taken, parts, group=group)
+        dist.all_gather(list(whole), reduce(torch.add, taken).contiguous(), group=group)
     return whole.reshape(-1)[: wide.numel()].reshape(x.shape)
 
 
 def summed(values: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:
     """``values`` in float32 or wider, whose gradients are summed over ranks."""
-    found: tuple[Tensor, ...] = _SumGradients.apply(group, *values)  # type: ignore[no-untyped-call]
-    return found
+    return _SumGradients.apply(group, *values)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def is_under_ddp(group: Group) -> bool:

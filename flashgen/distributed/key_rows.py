@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flashgen.distributed.blocks import Span, moved
-from flashgen.distributed.exchange import Flight, Group, post
+from flashgen.distributed.exchange import Group, Wait, post
 from flashgen.distributed.rounds import Rounds, RowSelection
 
 # One tensor, or the gradients of k and v: [..., n, width] each.
@@ -143,7 +143,7 @@ class RoundKeys:
     """
 
     rows: Tensor
-    flight: Flight | None = None
+    wait: Wait | None = None
     staged: tuple[tuple[Tensor, Tensor], ...] = ()
 
 
@@ -153,14 +153,13 @@ class KeyExchange:
     def __init__(self, plan: Rounds, group: Group, k: Tensor, v: Tensor) -> None:
         self.plan, self.group, self.k, self.v = plan, group, k, v
         self.form = KeyRowLayout.of(k, v)
-        self._packed: Tensor | None = None
 
     def fetch(self, number: int) -> RoundKeys | None:
         """Begin to send and receive the keys of a round; None behind the last round."""
         if number >= len(self.plan.rounds):
             return None
         each, width = self.plan.rounds[number], self.form.width
-        sent = [(x.rank, taken(self._own_rows(), x.keys)) for x in each.sent]
+        sent = [(x.rank, taken(self._own_rows, x.keys)) for x in each.sent]
         rows = self.k.new_empty((each.keys, width))
         received = []
         staged = []
@@ -181,19 +180,19 @@ class KeyExchange:
         """Wait for the keys of a round; k [B, Hkv, m, D] and v [B, Hkv, m, Dv], by ascending positions."""
         if keys is None:
             return self.k, self.v
-        if keys.flight is not None:
-            keys.flight.wait()
+        if keys.wait is not None:
+            keys.wait()
             for which, rows in keys.staged:
                 keys.rows.index_copy_(0, which, rows)
         return self.form.keys(keys.rows, (0, keys.rows.shape[0]))
 
+    @functools.cached_property
     def _own_rows(self) -> Tensor:
         """The rows of this rank that other ranks need, packed one behind the other."""
-        if self._packed is None:
-            packed = self.plan.packed
-            self._packed = self.k.new_empty((packed[-1][1][1] if packed else 0, self.form.width))
-            self._copy(packed, self._packed)
-        return self._packed
+        packed = self.plan.packed
+        rows = self.k.new_empty((packed[-1][1][1] if packed else 0, self.form.width))
+        self._copy(packed, rows)
+        return rows
 
     def _copy(self, places: Sequence[tuple[Span, Span]], rows: Tensor) -> None:
         for (first, end), there in places:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from flashgen.distributed.blocks import Held, length, mask_of, needs_of
-from flashgen.distributed.choice import LINKS, Choice, method_text
+from flashgen.distributed.choice import LINKS, Choice, Sizes, method_text
 from flashgen.distributed.exchange import KEYS, METHODS, Group, backend_of, is_under_ddp, summed, topology_of
 from flashgen.distributed.partial import Offsets, Partial, attend_whole
 from flashgen.distributed.partition import Partition
 from flashgen.distributed.prepared import CallArguments, KnownCall, Preparation, Setting, autocast, dense
 from flashgen.distributed.ring import Walk
 from flashgen.distributed.rounds import rounds_of
-from flashgen.distributed.ulysses import Attend, Swap, attend_swapped, no_heads, shares_of
+from flashgen.distributed.ulysses import Swap, attend_swapped, no_heads, shares_of
 from flashgen.ir.expr import Symbol, SymbolKind, walk
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.kinds.ragged import RAGGED
@@ -180,7 +180,14 @@ class ContextParallel:
             if why:
                 raise ValueError(f"method 'ulysses': {why}; 'ring' and 'all_gather' can")
             swap = Swap(self._topology.by_heads, held, shares_of(heads, kv_heads, self.world))
-            attend = attends_heads(self.op, cu_seqlens, heads, is_repeatable(deterministic))
+
+            def attend(part: tuple[Any, ...], first: int) -> tuple[Tensor, Tensor | None]:
+                """Some heads of all rows, by one ragged call."""
+                rows, begin = (x[0].transpose(0, 1) for x in part[:3]), cu_seqlens.to(part[0].device, torch.int32)
+                rest: Any = ((0, first, None, heads, None, None), is_repeatable(deterministic))
+                o, lse = attend_whole(self.op.engine_of(RAGGED), (*rows, *part[3:], begin, begin), rest)
+                return o.transpose(0, 1)[None], None if lse is None else lse[None]
+
             o, lse = attend_swapped(swap, tensors, return_lse, attend)
         else:
             why = refusal(self.op.spec)
@@ -267,21 +274,19 @@ class SequencePiece:
 
 def pieces_of(starts: Sequence[int], held: Held, rank: int) -> Iterator[SequencePiece]:
     """The sequences in order, without empty ones."""
+    own = list(zip(held[rank], accumulate((y - x for x, y in held[rank]), initial=0), strict=False))
     for number, (first, end) in enumerate(pairwise(starts)):
         if end > first:
-            inside = tuple(
-                tuple((max(x, first) - first, min(y, end) - first) for x, y in own if x < end and y > first)
-                for own in held
+            rows = (
+                slice(before + max(x, first) - x, before + min(y, end) - x)
+                for (x, y), before in own
+                if x < end and y > first
             )
-            yield SequencePiece(number, end - first, inside, tuple(_rows(first, end, held, rank)))
-
-
-def _rows(first: int, end: int, held: Held, rank: int) -> Iterator[slice]:
-    before = 0
-    for x, y in held[rank]:
-        if x < end and y > first:
-            yield slice(before + max(x, first) - x, before + min(y, end) - x)
-        before += y - x
+            inside = tuple(
+                tuple((max(x, first) - first, min(y, end) - first) for x, y in spans if x < end and y > first)
+                for spans in held
+            )
+            yield SequencePiece(number, end - first, inside, tuple(rows))
 
 
 def captured_of(spec: AttentionSpec, tensors: Sequence[Any], length: int) -> list[Any]:
@@ -299,11 +304,9 @@ def captured_of(spec: AttentionSpec, tensors: Sequence[Any], length: int) -> lis
 def refusal(spec: AttentionSpec) -> str:
     """Why sequences cannot be computed one by one; empty where they can."""
     for declared in spec.tensors:
-        for extent in declared.shape:
-            if not isinstance(extent, Symbol) and any(
-                isinstance(node, Symbol) and node.name in ("Nq", "Nk") for node in walk(extent)
-            ):
-                return f"a dimension of tensor '{declared.name}' is computed from the lengths of a sequence"
+        computed = [extent for extent in declared.shape if not isinstance(extent, Symbol)]
+        if any(isinstance(node, Symbol) and node.name in ("Nq", "Nk") for node in walk(*computed)):
+            return f"a dimension of tensor '{declared.name}' is computed from the lengths of a sequence"
     return ""
 
 
@@ -331,11 +334,8 @@ def attend_pieces(
     q, k, v = tensors[:3]
     spec, signature = partial.op.spec, partial.op.signature
     head_dim, heads, pieces = HeadDim(q.shape[3], v.shape[3]), q.shape[1], tuple(pieces)
+    sizes_of = Sizes(batch, heads, k.shape[1], head_dim, q.element_size()).named
     found: list[tuple[Tensor, Tensor | None]] = []
-
-    def sizes_of(N: int) -> dict[str, int]:
-        return {"B": batch, "H": heads, "Hkv": k.shape[1], "Nq": N, "Nk": N, "D": head_dim.qk, "Dv": head_dim.v}
-
     longest = sizes_of(max((each.length for each in pieces), default=0))
     for declared, x in zip(spec.tensors, tensors[3:], strict=False):
         check_captured(declared, x, longest, q.device)
@@ -365,15 +365,3 @@ def attend_pieces(
         return o, q.new_zeros(q.shape[:3], dtype=type_of_sums(q.dtype)) if signature.has_lse else None
     sums = [lse for _, lse in found if lse is not None]
     return torch.cat([o for o, _ in found], 2), torch.cat(sums, 2) if sums else None
-
-
-def attends_heads(op: AttentionOp, cu_seqlens: Tensor, heads: int, repeatable: bool) -> Attend:
-    """A function that computes some heads of all rows by one ragged call, for method ``"ulysses"``."""
-
-    def attend(part: tuple[Any, ...], first: int) -> tuple[Tensor, Tensor | None]:
-        rows, starts = (x[0].transpose(0, 1) for x in part[:3]), cu_seqlens.to(part[0].device, torch.int32)
-        offsets: Any = (0, first, None, heads, None, None)
-        o, lse = attend_whole(op.engine_of(RAGGED), (*rows, *part[3:], starts, starts), (offsets, repeatable))
-        return o.transpose(0, 1)[None], None if lse is None else lse[None]
-
-    return attend

@@ -206,10 +206,6 @@ class Partial:
         add_part(rows, o.to(rows.o.dtype), lse, extremes, exponents)
         return rows
 
-    def add_to(self, rows: Seen, at: slice, tensors: Tensors, where: Offsets) -> None:
-        """Add the keys of ``tensors`` to the slice ``at`` of the rows, in place."""
-        self.add(Seen(*(x[:, :, at] for x in (rows.o, rows.log, rows.top))), tensors, where)
-
     def room(self, q: Tensor, v: Tensor) -> Attended:
         """Uninitialised results of ``close`` for rows like ``q``."""
         o = q.new_empty_strided(*layout_like(q, (*q.shape[:3], v.shape[3])))
@@ -282,10 +278,8 @@ class Partial:
         dQ is a slice of a larger tensor; the others are returned.
         """
         if self.wide and self._writes_slices(self.inner, tensors):
-            rows = (d_lse, *closed) if self.form.normalised else (None,) * 4
-            engine = self.inner.engine_of(SLICES)
-            rest = (where, deterministic)
-            return engine.gradients(d_o, rows, tensors, rest, needs, is_part=True, into=into)[3:]
+            rows, engine = (d_lse, *closed) if self.form.normalised else (None,) * 4, self.inner.engine_of(SLICES)
+            return engine.gradients(d_o, rows, tensors, (where, deterministic), needs, is_part=True, into=into)[3:]
         o, lse, parts = closed
         rows_read = (o.to(self.type_of(o.dtype)), lse, parts)
         found = self.gradients(d_o, d_lse, rows_read, tensors, where, needs, deterministic)
@@ -316,8 +310,7 @@ class Partial:
 
 def attend_whole(engine: Engine, tensors: Sequence[Any], rest: Rest) -> tuple[Tensor, Tensor | None]:
     """``o`` and ``lse``, as the engine's operator has them; None for pointwise weights."""
-    found: tuple[Tensor, Tensor | None] = _WholeAttention.apply(engine, rest, *tensors)  # type: ignore[no-untyped-call]
-    return found
+    return _WholeAttention.apply(engine, rest, *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def as_declared(signature: Signature, tensors: Sequence[Any]) -> Tensors:

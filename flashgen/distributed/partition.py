@@ -306,9 +306,13 @@ def _balanced(mask: Mask, length: int, world: int) -> Partition:
 
 
 def _runs(mask: Mask, length: int, world: int) -> Partition:
+    """One run of blocks a rank, of nearly equal weight."""
     blocks = _equal(length, max(_FINE * world, _FINEST))
     weights = work_of(mask, length, blocks)
-    return _made(length, blocks, weights, _in_runs(weights, world), world)
+    middles, whole = np.cumsum(weights) - np.array(weights) / 2, float(sum(weights))
+    owners: list[int] = np.minimum(middles * world / whole, world - 1).astype(np.int64).tolist() if whole else []
+    owners = owners or [min(n * world // len(weights), world - 1) for n in range(len(weights))]
+    return _made(length, blocks, weights, owners, world)
 
 
 def _without_heavy(
@@ -336,14 +340,6 @@ def _in_mirror(world: int, parts: int) -> list[int]:
     """Owners of blocks in the order 0 … n-1, n-1 … 0: balanced where work grows or falls along the sequence."""
     both = [*range(world), *reversed(range(world))]
     return [both[n % (2 * world)] for n in range(parts * world)]
-
-
-def _in_runs(weights: Sequence[float], world: int) -> list[int]:
-    """Owners of blocks, one run of blocks a rank, of nearly equal weight."""
-    middles = np.cumsum(weights) - np.array(weights) / 2
-    whole = float(sum(weights))
-    found: list[int] = np.minimum(middles * world / whole, world - 1).astype(np.int64).tolist() if whole else []
-    return found or [min(n * world // len(weights), world - 1) for n in range(len(weights))]
 
 
 def _by_weight(weights: Sequence[float], world: int, most: int) -> list[int]:

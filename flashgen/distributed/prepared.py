@@ -8,6 +8,7 @@ another one like them is cheap.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,51 +50,21 @@ def autocast(op: AttentionOp, *tensors: Tensor) -> tuple[Tensor, ...]:
 def check_call(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, backend: str) -> None:
     """Raise ``TypeError`` and ``ValueError`` for tensors that a dense call on a group of this backend does not take."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        _check_one(name, x, q, backend)
-    _check_together(q, k, v)
-    if HeadDim(q.shape[3], v.shape[3]) not in spec.head_dims:
-        known = " or ".join(map(str, spec.head_dims))
-        raise ValueError(
-            f"head dimension {q.shape[3]} of q and {v.shape[3]} of v; '{spec.name}' is compiled for {known}"
-        )
-
-
-def refuse_distributed(given: Mapping[str, object]) -> None:
-    """Raise ``TypeError`` for DTensors among the arguments of a call."""
-    for name, x in given.items():
-        if has_distributed([x]):
-            what = "this rank's rows (to_local())" if name in ("q", "k", "v") else "the whole (full_tensor())"
-            raise TypeError(f"'{name}' is a DTensor; context_parallel takes {what}")
-
-
-def _check_one(name: str, x: Tensor, q: Tensor, backend: str) -> None:
-    _check_rows(name, x)
-    if is_functorch_wrapped_tensor(x):
-        raise TypeError(
-            f"'{name}' is a tensor of torch.func (vmap, grad, jvp): context_parallel has no rule for these, as ranks "
-            "talk in it; the op itself has"
-        )
-    if x.dim() != 4:
-        raise ValueError(f"'{name}' has shape {list(x.shape)}; [B, H, n, D] is expected, n rows of this rank")
-    if backend == "nccl" and not x.is_cuda:
-        raise ValueError(f"'{name}' is on {x.device}; NCCL, which this group has, takes tensors on GPUs")
-    if backend == "gloo" and not x.is_cpu and x.device == q.device:
-        raise ValueError(f"'{name}' is on {x.device}; gloo, which this group has, takes tensors on CPUs")
-    check_device(f"'{name}'", x, q.device)
-    if x.dtype is not q.dtype:
-        raise TypeError(f"'{name}' is {x.dtype}, but 'q' is {q.dtype}; q, k and v share one type")
-
-
-def _check_rows(name: str, x: object) -> None:
-    if isinstance(x, Tensor) and x.is_nested:
-        raise TypeError(
-            f"'{name}' is a NestedTensor; context_parallel takes this rank's rows of all sequences, one behind the "
-            "other: .varlen(q, k, v, cu_seqlens)"
-        )
-    check_tensors([name], [x])
-
-
-def _check_together(q: Tensor, k: Tensor, v: Tensor) -> None:
+        _check_rows(name, x)
+        if is_functorch_wrapped_tensor(x):
+            raise TypeError(
+                f"'{name}' is a tensor of torch.func (vmap, grad, jvp): context_parallel has no rule for these, as "
+                "ranks talk in it; the op itself has"
+            )
+        if x.dim() != 4:
+            raise ValueError(f"'{name}' has shape {list(x.shape)}; [B, H, n, D] is expected, n rows of this rank")
+        if backend == "nccl" and not x.is_cuda:
+            raise ValueError(f"'{name}' is on {x.device}; NCCL, which this group has, takes tensors on GPUs")
+        if backend == "gloo" and not x.is_cpu and x.device == q.device:
+            raise ValueError(f"'{name}' is on {x.device}; gloo, which this group has, takes tensors on CPUs")
+        check_device(f"'{name}'", x, q.device)
+        if x.dtype is not q.dtype:
+            raise TypeError(f"'{name}' is {x.dtype}, but 'q' is {q.dtype}; q, k and v share one type")
     shapes = f"q, k and v have the shapes {list(q.shape)}, {list(k.shape)} and {list(v.shape)}"
     if not q.shape[2] == k.shape[2] == v.shape[2]:
         raise ValueError(
@@ -105,6 +76,20 @@ def _check_together(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"{shapes}; H must be a multiple of Hkv")
     if q.shape[3] != k.shape[3]:
         raise ValueError(f"{shapes}; q and k share their head dimension")
+    if HeadDim(q.shape[3], v.shape[3]) not in spec.head_dims:
+        known = " or ".join(map(str, spec.head_dims))
+        raise ValueError(
+            f"head dimension {q.shape[3]} of q and {v.shape[3]} of v; '{spec.name}' is compiled for {known}"
+        )
+
+
+def _check_rows(name: str, x: object) -> None:
+    if isinstance(x, Tensor) and x.is_nested:
+        raise TypeError(
+            f"'{name}' is a NestedTensor; context_parallel takes this rank's rows of all sequences, one behind the "
+            "other: .varlen(q, k, v, cu_seqlens)"
+        )
+    check_tensors([name], [x])
 
 
 def described(x: Tensor, flag: bool) -> str:
@@ -150,31 +135,19 @@ class RankCall:
     said: Mapping[str, str]
     told: RankFacts
 
-    @property
-    def digest(self) -> tuple[int, int]:
-        found = hashlib.sha256(repr(self.said).encode()).digest()
-        return (int.from_bytes(found[:8], "little", signed=True), int.from_bytes(found[8:16], "little", signed=True))
-
-
-@dataclass(frozen=True)
-class RankError:
-    """The error of one rank, in a form that every rank can raise."""
-
-    error: type[Exception]
-    message: str
-
 
 def agree(of_this_rank: Callable[[], RankCall], group: Group) -> list[RankFacts]:
     """The facts of every rank. Raises ``ValueError`` where calls differ, and on all ranks what one of them raised."""
-    mine: RankCall | RankError
+    mine: RankCall | Exception
     try:
         mine = of_this_rank()
     except Exception as error:  # other ranks wait for an answer, whatever the error is
         known = next((kind for kind in (TypeError, ValueError) if isinstance(error, kind)), None)
-        mine = RankError(known or RuntimeError, str(error) if known else f"{type(error).__name__}: {error}")
+        mine = known(str(error)) if known else RuntimeError(f"{type(error).__name__}: {error}")
     numbers = [0] * 6
     if isinstance(mine, RankCall):
-        numbers = [1, *mine.digest, mine.told.length, mine.told.seed, mine.told.nanoseconds]
+        digest = struct.unpack("<2q", hashlib.sha256(repr(mine.said).encode()).digest()[:16])
+        numbers = [1, *digest, mine.told.length, mine.told.seed, mine.told.nanoseconds]
     with answering(group, "what a call was given"):
         device = "cuda" if backend_of(group, "cpu") == "nccl" else "cpu"
         own = torch.tensor(numbers, dtype=torch.int64, device=device)
@@ -186,14 +159,14 @@ def agree(of_this_rank: Callable[[], RankCall], group: Group) -> list[RankFacts]
     return [RankFacts(*row[3:]) for row in rows]
 
 
-def _tell(mine: RankCall | RankError, group: Group) -> None:
+def _tell(mine: RankCall | Exception, group: Group) -> None:
     """Raise the error of the first rank that has one, else the first difference between calls."""
     said: list[Any] = [None] * dist.get_world_size(group)
     with answering(group, "what a call was given"):
         dist.all_gather_object(said, mine, group=group)
     for rank, each in enumerate(said):
-        if isinstance(each, RankError):
-            raise each.error(f"rank {rank}: {each.message}")
+        if isinstance(each, Exception):
+            raise type(each)(f"rank {rank}: {each}")
     for what, wanted in said[0].said.items():
         for rank, each in enumerate(said):
             if each.said[what] != wanted:
@@ -263,10 +236,6 @@ class Preparation:
         self._op, self._setting, self._topology = setting.op, setting, setting.topology
         self._given: deque[tuple[CallKey, RankCall]] = deque(maxlen=_MOST_REMEMBERED)
         self._known: deque[tuple[tuple[CallKey, list[RankFacts]], KnownCall]] = deque(maxlen=_MOST_REMEMBERED)
-
-    @property
-    def remembered(self) -> int:
-        return len(self._known)
 
     def prepare(
         self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], seed: Any, captured: Mapping[str, Any]
@@ -343,7 +312,10 @@ class Preparation:
         self, q: Tensor, k: Tensor, v: Tensor, options: Mapping[str, Any], seed: Any, captured: Mapping[str, Any]
     ) -> tuple[Any, ...]:
         op = self._op
-        refuse_distributed({"q": q, "k": k, "v": v, **captured})
+        for name, x in {"q": q, "k": k, "v": v, **captured}.items():
+            if has_distributed([x]):
+                what = "this rank's rows (to_local())" if name in ("q", "k", "v") else "the whole (full_tensor())"
+                raise TypeError(f"'{name}' is a DTensor; context_parallel takes {what}")
         check_tensors(list(captured), list(captured.values()))
         for name, x in captured.items():
             if isinstance(x, Tensor) and x.dim():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from flashgen.distributed.blocks import Span, moved
-from flashgen.distributed.exchange import Flight, Group, once, post
+from flashgen.distributed.exchange import Group, Wait, once, post
 from flashgen.distributed.key_rows import GradientSum, KeyExchange, KeyRowLayout, RoundKeys, rows_at, taken
 from flashgen.distributed.key_rows import Tensors as Parts
 from flashgen.distributed.partial import Offsets, Partial, Seen, as_declared
@@ -42,8 +42,7 @@ class Walk:
 
     def attend(self, tensors: Tensors) -> tuple[Tensor, Tensor | None]:
         """o [B, H, n, Dv] and lse [B, H, n] of the operator's tensors, of which q, k and v are this rank's rows."""
-        found: tuple[Tensor, Tensor | None] = _RingAttention.apply(self, *tensors)  # type: ignore[no-untyped-call]
-        return found
+        return _RingAttention.apply(self, *tensors)  # type: ignore[no-any-return,no-untyped-call]
 
     def place(self, q_start: int, kv_start: int) -> Offsets:
         """The offsets of a call whose rows and keys begin at these positions."""
@@ -88,7 +87,8 @@ class _Forward:
         else:
             if n not in self._seen:
                 self._seen[n] = partial.begin(_rows(self.tensors[0], of.rows), v)
-            partial.add_to(self._seen[n], slice(*moved(unit.rows, -of.rows[0])), own, where)
+            seen, at = self._seen[n], slice(*moved(unit.rows, -of.rows[0]))
+            partial.add(Seen(*(x[:, :, at] for x in (seen.o, seen.log, seen.top))), own, where)
 
     def _close(self) -> None:
         """Finish the rows that several calls computed, or that see no key."""
@@ -126,28 +126,24 @@ class _RingAttention(torch.autograd.Function):
         walk: Walk = ctx.walk
         saved = ctx.saved_tensors
         tensors, (o, lse, parts) = saved[: ctx.inputs], saved[ctx.inputs :]
-        q = tensors[0]
         d_o, d_lse = with_memory((torch.zeros_like(o) if d_o is None else d_o, d_lse))
         d_lse = None if d_lse is None else d_lse.contiguous()
-        wide = type_of_sums(q.dtype)
         signature = walk.partial.inner.signature
         learned = [n for n in range(3, signature.inputs) if ctx.needs_input_grad[1 + n]]
         needs = [n < 3 or n in learned for n in range(signature.inputs)]
         backward = _Backward(walk, tensors, (d_o, d_lse), (o, lse, parts), needs)
         found: list[Tensor | None] = [None] * ctx.inputs
         found[:3] = backward.run(ctx.kept)
-        for n, total in backward.sums.items():
-            found[n] = total
         if walk.partial.op.spec.weights.sink is not None and learned:
-            _add_gradients_of_sinks(walk, tensors, (d_o.to(wide), d_lse), (o.to(wide), lse, parts), learned, found)
+            backward.add_gradients_of_sinks()
         for n in learned:
-            x = found[n]
+            x = backward.sums.get(n)
             found[n] = (torch.zeros_like(tensors[n]) if x is None else x).to(tensors[n].device, ctx.dtypes[n])
         return None, *found
 
 
 # Gradients of keys under way: the messages, and for each received [m, width] the own rows that it belongs to.
-GradientsInFlight = tuple[Flight, tuple[tuple[RowSelection, Tensor], ...]]
+GradientsInFlight = tuple[Wait, tuple[tuple[RowSelection, Tensor], ...]]
 
 
 class _Backward:
@@ -262,49 +258,41 @@ class _Backward:
     def _come_home(self, going: GradientsInFlight | None) -> None:
         if going is None:
             return
-        flight, parts = going
-        flight.wait()
+        wait, parts = going
+        wait()
         for which, rows in parts:
             self._d_keys.add(which, self.form.both(rows, (0, rows.shape[0])))
 
-
-def _add_gradients_of_sinks(
-    walk: Walk,
-    tensors: Tensors,
-    arriving: tuple[Tensor, Tensor | None],
-    closed: Attended,
-    learned: Sequence[int],
-    found: list[Tensor | None],
-) -> None:
-    """Add the gradients of the values that a sink z reads: dz = -exp(z - lse) (rowsum(dO ∘ O) - d(lse))."""
-    (d_o, d_lse), (o, lse, _) = arriving, closed
-    assert lse is not None
-    rest, (q, _, v) = list(tensors[3:]), tensors[:3]
-    # In float32, as autograd rounds gradients to the types of their values.
-    leaves = {n: tensors[n].detach().to(type_of_sums(tensors[n].dtype)).requires_grad_() for n in learned}
-    for n, leaf in leaves.items():
-        rest[n - 3] = leaf
-    captured, some = walk.partial.captured(rest), lse != -torch.inf
-    with torch.enable_grad():
-        sinks = [
-            walk.partial.sink(_rows(q, of.rows), v, captured, walk.place(of.q_start, 0), _rows(some, of.rows))
-            for of in walk.plan.segments
-        ]
-        sink = torch.cat(sinks, 2) if sinks else lse
-    if not sink.requires_grad:
-        return
-    delta = (d_o * o).sum(-1)
-    if d_lse is not None:
-        delta = delta - d_lse
-    share = walk.partial.log_share_of(sink.detach(), closed, tensors).exp().to(delta.dtype)
-    d_sink = torch.where(lse == -torch.inf, 0.0, -share * delta)
-    gradients: Sequence[Tensor | None] = torch.autograd.grad(
-        sink, list(leaves.values()), d_sink.to(sink.dtype), allow_unused=True
-    )
-    for n, gradient in zip(learned, gradients, strict=True):
-        before = found[n]  # None where no row has a key
-        if gradient is not None:
-            found[n] = gradient if before is None else before + gradient.to(before.dtype)
+    def add_gradients_of_sinks(self) -> None:
+        """Add the gradients of the values that a sink z reads: dz = -exp(z - lse) (rowsum(dO ∘ O) - d(lse))."""
+        walk, tensors, (d_o, d_lse), (o, lse, _) = self.walk, self.tensors, self.arriving, self.closed
+        assert lse is not None
+        rest, (q, _, v) = list(tensors[3:]), tensors[:3]
+        # In float32, as autograd rounds gradients to the types of their values.
+        leaves = {n: tensors[n].detach().to(type_of_sums(tensors[n].dtype)).requires_grad_() for n in self._learned}
+        for n, leaf in leaves.items():
+            rest[n - 3] = leaf
+        captured, some = walk.partial.captured(rest), lse != -torch.inf
+        with torch.enable_grad():
+            sinks = [
+                walk.partial.sink(_rows(q, of.rows), v, captured, walk.place(of.q_start, 0), _rows(some, of.rows))
+                for of in walk.plan.segments
+            ]
+            sink = torch.cat(sinks, 2) if sinks else lse
+        if not sink.requires_grad:
+            return
+        delta = (d_o.to(self.wide) * o.to(self.wide)).sum(-1)
+        if d_lse is not None:
+            delta = delta - d_lse
+        share = walk.partial.log_share_of(sink.detach(), self.closed, tensors).exp().to(delta.dtype)
+        d_sink = torch.where(lse == -torch.inf, 0.0, -share * delta)
+        gradients: Sequence[Tensor | None] = torch.autograd.grad(
+            sink, list(leaves.values()), d_sink.to(sink.dtype), allow_unused=True
+        )
+        for n, gradient in zip(self._learned, gradients, strict=True):
+            before = self.sums.get(n)  # None where no row has a key
+            if gradient is not None:
+                self.sums[n] = gradient if before is None else before + gradient.to(before.dtype)
 
 
 def _operands(tensors: Tensors, unit: Unit, k: Tensor, v: Tensor) -> Tensors:

@@ -129,7 +129,11 @@ def _hidden(found: list[RowRun], coming: Mapping[int, Sequence[Span]], pace: Pac
     travel = pace.travel * length(coming[min(each.late[0] for each in found if each.is_fused)])
     before = sum(pace.call + pace.pair * each.own for each in found if not each.is_fused)
     while True:
-        parts = {n: _grouped(_parts(each, coming)) for n, each in enumerate(found) if each.is_fused}
+        parts = {
+            n: _grouped([_of_query_run(run, each.rows[0] - each.q_start, coming) for run in each.query_runs])
+            for n, each in enumerate(found)
+            if each.is_fused
+        }
         early = {n: pace.pair * sum(part.pairs for part in each if not part.late) for n, each in parts.items()}
         # The seconds that dividing each run saves.
         gains = {
@@ -159,10 +163,6 @@ def _copied(found: Sequence[RowRun], coming: Mapping[int, Sequence[Span]]) -> in
     foreign = joined(span for each in found for number in each.late for span in coming[number])
     seen = joined(span for spans in keys for span in spans)
     return length(seen) - length(overlaps(seen, foreign))
-
-
-def _parts(each: RowRun, coming: Mapping[int, Sequence[Span]]) -> list[RowRun]:
-    return [_of_query_run(query_run, each.rows[0] - each.q_start, coming) for query_run in each.query_runs]
 
 
 def overlaps(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
@@ -212,11 +212,6 @@ class Message:
     keys: RowSelection
     gradients: RowSelection
 
-    def to(self, device: torch.device) -> Message:
-        """The message with its numbers of rows on a device."""
-        keys, gradients = (x.to(device) if isinstance(x, Tensor) else x for x in (self.keys, self.gradients))
-        return replace(self, keys=keys, gradients=gradients)
-
 
 @dataclass(frozen=True)
 class Round:
@@ -259,9 +254,11 @@ class _RowIndex:
         first = self._firsts[n] + span[0] - self.spans[n][0]
         return first, first + span[1] - span[0]
 
-    def which(self, spans: Sequence[Span]) -> RowSelection:
-        """The rows of several spans of positions."""
-        return self.at(spans[0]) if len(spans) == 1 else torch.cat([torch.arange(*self.at(span)) for span in spans])
+    def which(self, spans: Sequence[Span], device: torch.device) -> RowSelection:
+        """The rows of several spans of positions; their numbers lie on the device."""
+        if len(spans) == 1:
+            return self.at(spans[0])
+        return torch.cat([torch.arange(*self.at(span)) for span in spans]).to(device)
 
 
 @functools.lru_cache(maxsize=64)
@@ -287,8 +284,8 @@ def rounds_of(
         each = Round(
             keys.count,
             tuple(_units(wanted, number, keys, own, foreign, beside)),
-            tuple(x.to(device) for to in receivers for x in _messages(to, needs.keys[to][rank], packed, own)),
-            tuple(x.to(device) for of in sources for x in _messages(of, needs.keys[rank][of], keys, foreign)),
+            tuple(x for to in receivers for x in _messages(to, needs.keys[to][rank], packed, own, device)),
+            tuple(x for of in sources for x in _messages(of, needs.keys[rank][of], keys, foreign, device)),
             tuple((own.at(span), keys.at(span)) for span in beside),
             foreign.count,
         )
@@ -333,7 +330,9 @@ def _of_whole_segments(each: Round, segments: Sequence[Segment]) -> Round:
     )
 
 
-def _messages(rank: int, spans: Sequence[Span], keys: _RowIndex, gradients: _RowIndex) -> Iterator[Message]:
+def _messages(
+    rank: int, spans: Sequence[Span], keys: _RowIndex, gradients: _RowIndex, device: torch.device
+) -> Iterator[Message]:
     """The messages between two ranks in a round: one a run of rows, or one of all where there are many runs."""
     for each in [(span,) for span in spans] if len(spans) <= _MOST_RUNS else [spans]:
-        yield Message(rank, length(each), keys.which(each), gradients.which(each))
+        yield Message(rank, length(each), keys.which(each, device), gradients.which(each, device))

@@ -94,8 +94,7 @@ class Swap:
 
     def home(self, x: Tensor) -> Tensor:
         """[B, own heads, N, D] → [B, heads, n, D], the reverse for o and lse; differentiable."""
-        found: Tensor = _Home.apply(self, x)  # type: ignore[no-untyped-call]
-        return found
+        return _Swapped.apply(self, [self.shares[-1].heads[1]], x)[0]  # type: ignore[no-any-return,no-untyped-call]
 
     @functools.cached_property
     def places(self) -> Sequence[Sequence[tuple[slice, slice]]]:
@@ -109,11 +108,6 @@ class Swap:
             found.append([(slice(firsts[x], firsts[x] + x[1] - x[0]), slice(*at)) for x, at in runs])
         return found
 
-    @property
-    def total(self) -> int:
-        """N, the rows of all ranks."""
-        return sum(self.lengths)
-
     def heads(self, x: int) -> list[Span]:
         """The heads of each rank, of q (0), k (1) or v (2)."""
         return [share.heads if x == 0 else share.kv_heads for share in self.shares]
@@ -125,7 +119,7 @@ Attend = Callable[[tuple[Any, ...], int], tuple[Tensor, Tensor | None]]
 
 def attend_swapped(swap: Swap, tensors: Sequence[Any], has_lse: bool, attend: Attend) -> tuple[Tensor, Tensor | None]:
     """o and lse of this rank's rows, where ``attend`` computes its heads; ``tensors`` are the operator's."""
-    q, k, v = _There.apply(swap, *tensors[:3])  # type: ignore[no-untyped-call]
+    q, k, v = _Swapped.apply(swap, None, *tensors[:3])  # type: ignore[no-untyped-call]
     own = swap.shares[swap.rank]
     found = [
         attend((q[:, slice(*of_q)], k[:, slice(*of_kv)], v[:, slice(*of_kv)], *tensors[3:]), own.heads[0] + of_q[0])
@@ -136,32 +130,22 @@ def attend_swapped(swap: Swap, tensors: Sequence[Any], has_lse: bool, attend: At
     return o, swap.home(torch.cat(sums, 1)[..., None])[..., 0] if sums else None
 
 
-class _There(torch.autograd.Function):
-    """q, k and v in one exchange. Gradients of heads that several ranks read are added in float32, by rank."""
+class _Swapped(torch.autograd.Function):
+    """Rows to the ranks that compute their heads, in one exchange; with ``home``, numbers of heads, back again.
+
+    Each is the gradient of the other. Gradients of heads that several ranks read are added in float32, by rank.
+    """
 
     @staticmethod
-    def forward(ctx: Any, swap: Swap, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.swap, ctx.heads = swap, [x.shape[1] for x in tensors]
-        return _to_heads(swap, tensors)
-
-    @staticmethod
-    @once
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, *_to_rows(ctx.swap, gradients, ctx.heads)
-
-
-class _Home(torch.autograd.Function):
-    """Rows back to the ranks that hold them."""
-
-    @staticmethod
-    def forward(ctx: Any, swap: Swap, x: Tensor) -> Tensor:
-        ctx.swap = swap
-        return _to_rows(swap, (x,), [swap.heads(0)[-1][1]])[0]
+    def forward(ctx: Any, swap: Swap, home: list[int] | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.swap, ctx.back = swap, [x.shape[1] for x in tensors] if home is None else None
+        return _to_heads(swap, tensors) if home is None else _to_rows(swap, tensors, home)
 
     @staticmethod
     @once
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, *_to_heads(ctx.swap, gradients)
+        there = ctx.back is None
+        return None, None, *(_to_heads(ctx.swap, gradients) if there else _to_rows(ctx.swap, gradients, ctx.back))
 
 
 def _to_heads(swap: Swap, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -169,7 +153,7 @@ def _to_heads(swap: Swap, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     ranks = range(len(swap.held))
     parts = [[x[:, slice(*swap.heads(n)[rank])] for n, x in enumerate(tensors)] for rank in ranks]
     found = tuple(
-        x.new_empty((x.shape[0], swap.shares[swap.rank].counts[n], swap.total, x.shape[3]))
+        x.new_empty((x.shape[0], swap.shares[swap.rank].counts[n], sum(swap.lengths), x.shape[3]))
         for n, x in enumerate(tensors)
     )
     flat = torch.cat([part.reshape(-1) for of_rank in parts for part in of_rank])[:, None]

@@ -8,14 +8,16 @@ On CPUs and GPUs, in float32, bfloat16 and float16, with gradients, those of ``a
 is refused by name.
 """
 
-from flashgen.flash.combine import flash_attn_combine
-from flashgen.flash.dense import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from flashgen.flash.kvcache import flash_attn_with_kvcache
-from flashgen.flash.varlen import (
+from flashgen.flash.functions import (
+    flash_attn_combine,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from flashgen.flash.kvcache import flash_attn_with_kvcache
 
 __all__ = [
     "flash_attn_combine",

@@ -119,18 +119,15 @@ def plan_call(
     has_tensor = isinstance(scale, Tensor) or isinstance(dropout_p, Tensor) or isinstance(softcap, Tensor)
     known = None if has_tensor or torch.compiler.is_compiling() else _remembered(numbers)
     asked = known or _settle(*numbers)
-    captures_nothing = slopes is sinks is padding is None
-    if captures_nothing and not has_lse:
-        return asked
-    captured = asked.captured
-    if not captures_nothing:
-        captured = dict(captured)
-        if slopes is not None:
-            captured["slopes"] = slopes.expand(sizes.batch, sizes.heads)
-        if sinks is not None:
-            captured["sinks"] = sinks
-        if padding is not None:
-            captured["padding"] = padding
+    if slopes is sinks is padding is None:
+        return asked._replace(has_lse=has_lse) if has_lse else asked
+    captured = dict(asked.captured)
+    if slopes is not None:
+        captured["slopes"] = slopes.expand(sizes.batch, sizes.heads)
+    if sinks is not None:
+        captured["sinks"] = sinks
+    if padding is not None:
+        captured["padding"] = padding
     return asked._replace(captured=captured, has_lse=has_lse)
 
 

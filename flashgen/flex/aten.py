@@ -2,23 +2,106 @@
 
 A rule takes the dtype of the result, which PyTorch has determined, and one element of each operand; it returns an
 expression. ``FORMULAS`` are operators that are composed of others. PyTorch's ints have 64 bits, the IR's have 32:
-``overflow.py`` checks whether that makes a difference. 16-bit numbers are computed in 32 bits.
+``check_ints`` tells whether that makes a difference. 16-bit numbers are computed in 32 bits.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from flashgen.flex.casts import cast, common, promoted
 from flashgen.flex.places import refuse
 from flashgen.flex.values import BOOL, FLOAT, INT, Value, choice, conjunction, convert, disjunction, node, scalar_of
-from flashgen.ir.expr import Expr, literal
+from flashgen.ir.expr import Expr, Literal, literal
 from flashgen.ir.operators import OPERATORS, Library
+
+_NARROW = frozenset((torch.int8, torch.int16, torch.uint8, torch.uint16, torch.uint32))
+_HALVES = (torch.float16, torch.bfloat16)
+_TYPES = frozenset((torch.bool, *_NARROW, torch.int32, torch.int64, *_HALVES, torch.float32, torch.float64))
+ORDER = {BOOL: 0, INT: 1, FLOAT: 2}  # of promotion
+
+
+def promoted(*values: Value) -> torch.dtype:
+    """The type in which values are compared, by PyTorch's rules for tensors and Python numbers."""
+    top = max((scalar_of(value.dtype) for value in values), key=ORDER.__getitem__)
+    found: torch.dtype | None = None
+    for value in values:
+        if not value.weak and scalar_of(value.dtype) is top:
+            found = value.dtype if found is None else torch.promote_types(found, value.dtype)
+    if found is not None:
+        return found
+    return {BOOL: torch.bool, INT: torch.int64, FLOAT: torch.get_default_dtype()}[top]
+
+
+def common(dtype: torch.dtype, *operands: Value, wraps: bool = True) -> tuple[Expr, ...]:
+    """The operands converted to the type of a result. ``wraps``: the result may leave the range of the type."""
+    if dtype in _NARROW:
+        if wraps:
+            _refuse_wrapping(f"arithmetic in {dtype}", dtype)
+        low, high = _ends(dtype)
+        for each in operands:
+            # A Python number has to fit the type of the others. If captured, the trace holds for numbers that fit.
+            given: Any = each.number
+            if given is not None and not low <= given <= high:
+                _refuse_wrapping(f"{given} as {dtype}", dtype)
+    return tuple(convert(each.expr, scalar_of(dtype)) for each in operands)
+
+
+def _ends(dtype: torch.dtype) -> tuple[int, int]:
+    """The least and the largest value of an integer type."""
+    if dtype is torch.bool:
+        return 0, 1
+    info = torch.iinfo(dtype)
+    return info.min, info.max
+
+
+def _refuse_wrapping(what: str, dtype: torch.dtype) -> NoReturn:
+    refuse(
+        "E603",
+        f"{what} wraps at the ends of that type, {_ends(dtype)[0]} and {_ends(dtype)[1]}, which kernels do not do",
+        hint="convert what is read first: t[h, kv_idx].int()",
+    )
+
+
+def cast(value: Value, dtype: torch.dtype) -> Value:
+    """The value in another of PyTorch's types."""
+    if value.dtype is dtype and not value.weak:
+        return value
+    if dtype not in _TYPES:
+        refuse("E603", f"a mod cannot convert to {dtype}")
+    if dtype in _HALVES and scalar_of(value.dtype) is not BOOL and not _is_exact(value, dtype):
+        refuse(
+            "E603",
+            f"converting to {dtype} would round, and a mod is computed in 32 bits",
+            hint="leave the conversion out",
+        )
+    if dtype in _NARROW and not _fits(value, dtype):
+        refuse("E603", f"converting to {dtype} would drop bits", hint="convert to torch.int32")
+    return Value(convert(value.expr, scalar_of(dtype)), dtype)
+
+
+def _is_exact(value: Value, dtype: torch.dtype) -> bool:
+    """Whether a 16-bit float holds the operand exactly: a constant, or an 8-bit float."""
+    if isinstance(value.expr, Literal):
+        return torch.tensor(value.expr.value, dtype=dtype).item() == value.expr.value
+    return value.dtype.is_floating_point and value.dtype.itemsize == 1
+
+
+def _fits(value: Value, dtype: torch.dtype) -> bool:
+    """Whether an integer type holds every value that the operand may have."""
+    low, high = _ends(dtype)
+    if isinstance(value.expr, Literal):
+        return low <= value.expr.value <= high
+    if value.dtype.is_floating_point:
+        return False
+    least, most = _ends(value.dtype)
+    return low <= least and most <= high
+
 
 DType = torch.dtype
 Rule = Callable[..., Expr]
@@ -70,7 +153,7 @@ def _tested(test: Callable[[Expr], Expr]) -> Rule:
 def _rounded(round_: Callable[[Expr], Expr]) -> Rule:
     def rule(_t: DType, x: Value, decimals: Value | None = None) -> Expr:
         if decimals is not None and decimals.number != 0:
-            refuse("E603", "torch.round with decimals is not supported", hints=("write torch.round(x * 10) / 10",))
+            refuse("E603", "torch.round with decimals is not supported", hint="write torch.round(x * 10) / 10")
         return round_(x.expr) if scalar_of(x.dtype) is FLOAT else x.expr
 
     return rule
@@ -101,15 +184,12 @@ def _added(op: str) -> Rule:
 def _divided(t: DType, x: Value, y: Value, rounding_mode: str | None = None) -> Expr:
     if rounding_mode is None:
         return RULES["true_divide"](t, x, y)
-    return node("floordiv", *common(t, x, y)) if rounding_mode == "floor" else _quotient(t, x, y)
-
-
-def _quotient(t: DType, x: Value, y: Value) -> Expr:
-    """x / y, rounded towards 0."""
     a, b = common(t, x, y)
+    if rounding_mode == "floor":
+        return node("floordiv", a, b)
     if scalar_of(t) is FLOAT:
         return _truncated(node("div", a, b))
-    # Rounding up where the signs differ and something is left.
+    # Rounding towards 0 is rounding up where the signs differ and something is left.
     left = node("ne", node("mod", a, b), literal(0))
     apart = node("ne", node("lt", a, literal(0)), node("lt", b, literal(0)))
     return node("add", node("floordiv", a, b), node("to_int", node("and", left, apart)))
@@ -135,14 +215,6 @@ def _bounded(t: DType, op: str, x: Value, bound: Any) -> Expr:
     return node("clamp", a, *((b, _INFINITY) if op == "max" else (literal(-math.inf), b)))
 
 
-def _filled(t: DType, x: Value, mask: Value, value: Value) -> Expr:
-    return choice(mask.expr, cast(value, t).expr, x.expr)
-
-
-def _relu(t: DType, x: Value) -> Expr:
-    return node("relu", x.expr) if scalar_of(t) is FLOAT else node("max", x.expr, literal(0))
-
-
 def _gelu(_t: DType, x: Value, approximate: str = "none") -> Expr:
     if approximate == "none":
         return node("gelu", x.expr)
@@ -156,13 +228,11 @@ _UNSEEN = 20  # from here on softplus(x) is x in float32
 
 
 def _softplus(_t: DType, x: Value, beta: Value | None = None, threshold: Value | None = None) -> Expr:
-    scaled = smooth = x.expr
+    scaled, smooth = x.expr, node("softplus", x.expr)
     if beta is not None and beta.number != 1:
         factor = convert(beta.expr, FLOAT)
         scaled = node("mul", x.expr, factor)
         smooth = node("div", node("softplus", scaled), factor)
-    else:
-        smooth = node("softplus", x.expr)
     border: Any = _UNSEEN if threshold is None else threshold.number
     if border >= _UNSEEN:
         return smooth
@@ -196,15 +266,13 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "clamp_min": lambda t, x, bound: _bounded(t, "max", x, bound),
         "clamp_max": lambda t, x, bound: _bounded(t, "min", x, bound),
         "where": lambda t, condition, x, y: choice(condition.expr, *common(t, x, y, wraps=False)),
-        "masked_fill": _filled,
+        "masked_fill": lambda t, x, mask, value: choice(mask.expr, cast(value, t).expr, x.expr),
         # floats
         "silu": _float("silu"),
-        "relu": _relu,
+        "relu": lambda t, x: node("relu", x.expr) if scalar_of(t) is FLOAT else node("max", x.expr, literal(0)),
         "gelu": _gelu,
         "softplus": _softplus,
-        "floor": _rounded(lambda x: node("floor", x)),
-        "ceil": _rounded(lambda x: node("ceil", x)),
-        "round": _rounded(lambda x: node("round", x)),
+        **{op: _rounded(functools.partial(node, op)) for op in ("floor", "ceil", "round")},
         "trunc": _rounded(_truncated),
         # logic and bits
         "logical_and": _of_conditions(conjunction),
@@ -241,10 +309,8 @@ CONSTANT: Mapping[str, int] = MappingProxyType(
 
 def _norm(x: Any, order: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """The norm of any order. Its derivative at 0 is 0, as in PyTorch."""
-    size, options = (
-        x.abs() if dtype is None else x.to(dtype).abs(),
-        {"dim": list(range(x.dim())) if dim is None else dim, "keepdim": keepdim},
-    )
+    size = (x if dtype is None else x.to(dtype)).abs()
+    options = {"dim": list(range(x.dim())) if dim is None else dim, "keepdim": keepdim}
     if order == math.inf:
         return size.amax(**options)
     total = (size**order).sum(**options)

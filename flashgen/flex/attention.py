@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Hashable, Mapping, Sequence
+import warnings
+from collections.abc import Hashable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,19 +15,80 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn.attention import flex_attention as torch_flex
 
-from flashgen.flex import overflow
-from flashgen.flex.masks import BlockMask
-from flashgen.flex.ops import Bindings, ModOp, bind, compiled, family, named_arguments, remember, wanted_gradients
-from flashgen.flex.options import AuxOutput, AuxRequest, check_aux, check_options
+from flashgen.flex.masks import BlockMask, mod_of
+from flashgen.flex.ops import Bindings, ModOp, bind, check_ints, compiled, family, named, remember, wanted_gradients
 from flashgen.flex.shapes import Shapes, declared
 from flashgen.flex.specs import FACTOR, SCALE, Shell, check_name, make_spec, name_of, user_names
-from flashgen.flex.torch_masks import mod_of
 from flashgen.flex.tracing import Mod
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.text import spec_text
 from flashgen.language.statements import MAX_HEAD_DIM
 from flashgen.op.conversion import as_number, head_dim_argument
 from flashgen.op.op import AttentionOp
+
+__all__ = ["AuxOutput", "AuxRequest", "check_aux", "check_options"]
+
+if hasattr(torch_flex, "AuxRequest"):
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
+else:  # before PyTorch 2.9
+
+    class AuxRequest(NamedTuple):  # type: ignore[no-redef]
+        """What is wanted beside o."""
+
+        lse: bool = False
+        max_scores: bool = False
+
+    class AuxOutput(NamedTuple):  # type: ignore[no-redef]
+        """What was wanted; None: not this."""
+
+        lse: Tensor | None = None
+        max_scores: Tensor | None = None
+
+
+_BACKENDS = ("AUTO", "TRITON", "TRITON_DECODE", "FLASH")
+# Options that promise or prefer what changes no result here: rows without a key are 0 whatever is promised of them, and
+# no scale is rounded into q.
+_SILENT = frozenset(("PRESCALE_QK", "ROWS_GUARANTEED_SAFE", "BLOCKS_ARE_CONTIGUOUS", "WRITE_DQ", "USE_TMA", "BACKEND"))
+_RESULTS = {"OUTPUT_LOGSUMEXP": "lse", "OUTPUT_MAX": "max_scores"}
+_TOLD: set[str] = set()  # names that this process has been warned of
+
+
+def check_options(options: object) -> None:
+    """Take what steers FlexAttention's kernels, and tell once a process that it means nothing here.
+
+    Raises ``TypeError`` and ``ValueError`` for what FlexAttention refuses, too.
+    """
+    if not isinstance(options, Mapping):
+        raise TypeError(f"'kernel_options' must be a dict, not {type(options).__name__}")
+    for name, field in _RESULTS.items():
+        if name in options:
+            raise ValueError(
+                f"kernel_options: '{name}' is set by what a call asks for: return_aux=AuxRequest({field}=True)"
+            )
+    backend = options.get("BACKEND", "AUTO")
+    if backend not in _BACKENDS:
+        raise ValueError(f"kernel_options: 'BACKEND' is {backend!r}; FlexAttention has {', '.join(_BACKENDS)}")
+    if "BACKEND" in options and options.get("FORCE_USE_FLEX_ATTENTION", False):
+        raise ValueError(
+            "kernel_options: 'BACKEND' and 'FORCE_USE_FLEX_ATTENTION' exclude each other; BACKEND is enough"
+        )
+    names = {str(name) for name in options if name not in _SILENT} | ({"BACKEND"} if backend != "AUTO" else set())
+    if not names <= _TOLD:
+        _TOLD.update(names)
+        warnings.warn(
+            f"kernel_options: {', '.join(sorted(names))} steer kernels of FlexAttention and mean nothing to flashgen, "
+            "whose own are tuned by 'flashgen tune'",
+            stacklevel=3,
+        )
+
+
+def check_aux(request: object, return_lse: bool) -> None:
+    """Raise ``TypeError`` and ``ValueError`` where what is wanted beside o is not said as FlexAttention takes it."""
+    if not isinstance(request, AuxRequest):
+        raise TypeError(f"'return_aux' must be an AuxRequest, not {type(request).__name__}; AuxRequest(lse=True)")
+    if return_lse:
+        raise ValueError("return_lse and return_aux cannot be given both; use return_aux=AuxRequest(lse=True)")
+
 
 Mask = BlockMask | torch_flex.BlockMask
 _Mods = tuple[Mod | None, Mod | None]
@@ -89,7 +151,7 @@ def flex_attention(
     if found is None:
         _check_fit(block_mask if mask_mod is not None else None, query, key, enable_gqa)
         found = _found(bound, call, (score_mod, mask_mod), (query, key, value), scale is not None, backend)
-    if found.spreads:
+    if key.shape[0] == 1 < query.shape[0] and value.shape[0] == 1:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     wants_lse = return_lse if return_aux is None else return_aux.lse
     result = _called(found, bound, (query, key, value), scale, wants_lse, deterministic)
@@ -112,18 +174,10 @@ def flex_attention(
 _outside: Any = _disable_dynamo(flex_attention)
 
 
-class _CallOp(NamedTuple):
-    """The op of a call, and whether all batch entries share one entry of keys and values."""
-
-    compiled: ModOp
-    spreads: bool
-
-
 def _called(
-    found: _CallOp, bound: Bindings, rows: _Rows, scale: float | None, wants_lse: bool, deterministic: bool | None
+    made: ModOp, bound: Bindings, rows: _Rows, scale: float | None, wants_lse: bool, deterministic: bool | None
 ) -> Any:
-    made = found.compiled
-    captured = named_arguments(bound, made) if made.names else {}
+    captured = named(bound, made) if made.names else {}
     if scale is not None:
         captured[SCALE] = scale
     op: Any = made.op
@@ -132,8 +186,11 @@ def _called(
     except (TypeError, ValueError) as error:
         if type(error) not in (TypeError, ValueError):
             raise
-        names = ((*made.names, SCALE), (*bound.trace.names, "scale"))
-        raise type(error)(_in_the_users_names(str(error), *names)) from error
+        # Captured values are called as in the mods.
+        names = zip((*made.names, SCALE), (*bound.trace.names, "scale"), strict=True)
+        known = {own: theirs for own, theirs in names if theirs}
+        message = re.sub(rf"\b([tp]\d+|{SCALE})\b", lambda found: known.get(found[0], found[0]), str(error))
+        raise type(error)(message) from error
 
 
 def _as_wide(x: Tensor, query: Tensor) -> Tensor:
@@ -143,7 +200,7 @@ def _as_wide(x: Tensor, query: Tensor) -> Tensor:
 
 def _found(
     bound: Bindings, key: Hashable, mods: _Mods, rows: _Rows, scaled: bool, backend: str | None, maxima: bool = False
-) -> _CallOp:
+) -> ModOp:
     """The op of a call, kept but for nested tensors, whose shapes do not tell lengths. Raises ``SpecError``."""
     query, keys, value = rows
     batch, heads, q_len, width = query.shape
@@ -152,13 +209,12 @@ def _found(
     if is_nested:
         longest = {**sizes, "Nq": _most_rows(query), "Nk": _most_rows(keys)}
         sizes |= {"Nq": _NO_LENGTH, "Nk": _NO_LENGTH}
-    overflow.check(bound, longest, mods)
-    ops = family(bound.trace.traced, _head_dim(width, value.shape[3]), scaled, backend, maxima=maxima)
-    made = ops.find(sizes, tuple([x.shape for x in bound.tensors]), wanted_gradients(bound))
-    found = _CallOp(made, keys.shape[0] == 1 < batch and value.shape[0] == 1)
+    check_ints(bound, longest, mods)
+    find = family(bound.trace.traced, _head_dim(width, value.shape[3]), scaled, backend, maxima=maxima)
+    made = find(sizes, tuple([x.shape for x in bound.tensors]), wanted_gradients(bound))
     if not is_nested:
-        remember(bound.calls, key, found)
-    return found
+        remember(bound.calls, key, made)
+    return made
 
 
 # Sequences of a nested tensor have lengths of their own: no captured tensor grows with them.
@@ -171,12 +227,6 @@ def _most_rows(x: Any) -> int:
         return int(x.shape[2])
     most: int | None = x._maybe_max_seqlen
     return x.values().numel() // max(1, x.shape[1] * x.shape[3]) if most is None else most
-
-
-def _in_the_users_names(message: str, plain: Sequence[str], names: Sequence[str]) -> str:
-    """Error messages of a family's op, with captured values called as in the mods."""
-    known = {own: theirs for own, theirs in zip(plain, names, strict=True) if theirs}
-    return re.sub(rf"\b([tp]\d+|{SCALE})\b", lambda found: known.get(found[0], found[0]), message)
 
 
 def _check_tensors(query: Any, key: Any, value: Any) -> None:
@@ -249,7 +299,7 @@ def from_mods(
     """
     bound, shell, shapes = described(score_mod, mask_mod, head_dim, shape, name)
     made = compiled(bound.trace.traced, shell, shapes, wanted_gradients(bound), backend)
-    return made.op, named_arguments(bound, made)
+    return made.op, named(bound, made)
 
 
 def to_spec(
@@ -296,5 +346,5 @@ def described(
     sizes = None
     if shape is not None:
         sizes = {"B": shape[0], "H": shape[1], "Hkv": shape[1], "Nq": shape[2], "Nk": shape[3]}
-        overflow.check(bound, sizes, (score_mod, mask_mod))
+        check_ints(bound, sizes, (score_mod, mask_mod))
     return bound, shell, declared(bound.trace.traced, tuple(x.shape for x in bound.tensors), sizes)

@@ -124,11 +124,6 @@ def _number_of(value: Any) -> int | float | None:
     return value if type(value) in _SCALARS else None
 
 
-def _has_attributes(value: Any) -> bool:
-    """Whether an object has attributes that can be set, in ``__dict__`` or ``__slots__``."""
-    return hasattr(value, "__dict__") or any("__slots__" in vars(each) for each in type(value).__mro__)
-
-
 def _is_of_library(value: ModuleType | FunctionType) -> bool:
     """Whether a module or function is a library's own; one of the user may share its name, or wrap another."""
     if isinstance(value, ModuleType):
@@ -244,12 +239,16 @@ class CapturedValues:
             self.leaves.append(number)
             self.names.append(name)
             return kind.__name__
-        if isinstance(value, Tensor):
-            return self._tensor(value, name)
         if _is_constant(value):
             return (kind, value)  # 1 and True are equal
         if id(value) in self._seen:
             return ("seen", self._seen[id(value)])
+        if isinstance(value, Tensor):
+            self._seen[id(value)] = len(self._seen)
+            self.leaves.append(value)
+            self.names.append(name)
+            # A device is made anew for each question.
+            return (kind, value.dtype, value.dim(), value.requires_grad, value.is_cpu or value.device)
         parts = _parts(value)
         if parts is None:
             # Libraries and their functions do not change; anything else may hold what is not seen here.
@@ -260,15 +259,6 @@ class CapturedValues:
         self._seen[id(value)] = len(self._seen)
         self.cacheable &= kind is not FunctionType or _read_code(value.__code__).is_known
         return (parts.fixed, *map(self.signature, parts.values, parts.names))
-
-    def _tensor(self, value: Tensor, name: str) -> Hashable:
-        if id(value) in self._seen:
-            return ("seen", self._seen[id(value)])
-        self._seen[id(value)] = len(self._seen)
-        self.leaves.append(value)
-        self.names.append(name)
-        # A device is made anew for each question.
-        return (type(value), value.dtype, value.dim(), value.requires_grad, value.is_cpu or value.device)
 
     def tensor_leaves(self) -> dict[int, int]:
         """The index of every captured tensor, by its identity."""
@@ -282,10 +272,6 @@ class CapturedValues:
         }
 
 
-class UnliftableError(Exception):
-    """A function distinguishes lifted numbers from plain ones: the mod has to run on plain ones."""
-
-
 class Lifting:
     """Rebuilds mods over lifted numbers, in the order of ``CapturedValues.signature``."""
 
@@ -297,7 +283,7 @@ class Lifting:
         self._tensors: set[int] = set()
 
     def lifted(self, value: Any) -> Any:
-        """The value, with lifted numbers in the place of plain ones. Raises ``UnliftableError``."""
+        """The value, with lifted numbers in the place of plain ones. Raises ``TypeError``."""
         number = _number_of(value)
         if number is not None and math.isfinite(number):
             self._count += 1
@@ -322,7 +308,7 @@ class Lifting:
     def _function(self, function: FunctionType, parts: Parts) -> Any:
         code = function.__code__
         if not _read_code(code).liftable:
-            raise UnliftableError(function.__qualname__)
+            raise TypeError(f"'{function.__qualname__}' tells lifted numbers from plain ones, and has to run on these")
         cells = tuple(CellType() for _ in code.co_freevars)
         kept = ("__builtins__", "__name__", "__package__", "__spec__")
         there = {name: function.__globals__[name] for name in kept if name in function.__globals__}
@@ -351,7 +337,8 @@ class Lifting:
         of_library = _is_of_library(value) if isinstance(value, ModuleType) else _is_library(kind.__module__)
         if isinstance(value, (type, enum.Enum)) or (callable(value) and not hasattr(kind.__call__, "__code__")):
             return value
-        if not _has_attributes(value) or (of_library and kind not in _NAMESPACES):
+        has_attributes = hasattr(value, "__dict__") or any("__slots__" in vars(each) for each in kind.__mro__)
+        if not has_attributes or (of_library and kind not in _NAMESPACES):
             return value
         self._seen[id(value)] = made = Attributes(value, self)
         return made

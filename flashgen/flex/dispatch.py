@@ -15,11 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashgen.flex.aten import CONSTANT, FILLED, FORMULAS, REDUCTIONS, RULES
-from flashgen.flex.casts import ORDER, cast
+from flashgen.flex.aten import CONSTANT, FILLED, FORMULAS, ORDER, REDUCTIONS, RULES, cast
 from flashgen.flex.numbers import own, settled, told
-from flashgen.flex.places import refuse
-from flashgen.flex.refusals import refuse_decision, refuse_unknown
+from flashgen.flex.places import refuse, refuse_decision, refuse_unknown
 from flashgen.flex.stand_ins import Cell, Cells, Symbolic, array_of, flat, mapped, symbolic, unwatched
 from flashgen.flex.values import MOST_TERMS, Session, Value, constant, convert, scalar_of
 
@@ -48,7 +46,7 @@ def dispatch(session: Session, func: Any, args: Arguments, kwargs: dict[str, Any
         if name.endswith("_") or name.startswith("__i"):
             # ``add_`` and ``__ilshift__`` are called ``add`` and ``__lshift__`` where they change nothing.
             return _in_place(f"__{name[3:]}" if name.startswith("__i") else name[:-1], args, kwargs)
-        refuse("E602", f"'{name}' of a mod writes to no tensor that it is given", hints=("give the result a name",))
+        refuse("E602", f"'{name}' of a mod writes to no tensor that it is given", hint="give the result a name")
     if func.is_view and name != "to":
         _shapes_of(session, func, args, kwargs)
         return _moved(session, func, args, kwargs)
@@ -77,7 +75,7 @@ def _shapes_of(session: Session, func: Any, args: Arguments, kwargs: Mapping[str
         name = session.function.strip("_") or func.overloadpacket.__name__
         shown = " and ".join(f"{x.dtype}{list(x.shape) if x.dim() else ''}" for x in given)
         hint = _ADVICE.get(func.overloadpacket.__name__, "")
-        return refuse("E603", f"'{name}' of {shown}: {str(error).splitlines()[0]}", hints=(hint,) if hint else ())
+        return refuse("E603", f"'{name}' of {shown}: {str(error).splitlines()[0]}", hint=hint)
 
 
 def _ones(x: Any) -> Any:
@@ -194,9 +192,9 @@ def _in_place(name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
     if target.row is not None or target.dim() > 0:
         is_whole = target.row is not None and all(place is None for place in target.row.places)
         what = "a captured tensor" if is_whole else "a row of a captured tensor"
-        refuse("E602", f"a mod cannot change {what}", hints=("give the result a new name",))
+        refuse("E602", f"a mod cannot change {what}", hint="give the result a new name")
     result = getattr(torch.ops.aten, name)(*args, **kwargs)
     if ORDER[scalar_of(result.dtype)] > ORDER[scalar_of(target.dtype)]:
-        refuse("E603", f"{result.dtype} cannot be stored in a value of {target.dtype}", hints=("give it a new name",))
+        refuse("E603", f"{result.dtype} cannot be stored in a value of {target.dtype}", hint="give it a new name")
     target.cells.item().expr = cast(Value(result.expr, result.dtype), target.dtype).expr
     return target

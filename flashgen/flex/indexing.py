@@ -51,9 +51,9 @@ def index(session: Session, target: Tensor, key: Any) -> Any:
 def _part(x: Symbolic, keys: list[Any]) -> Any:
     """An element of a computed row, or a part of the row, by numbers, slices, None and an ellipsis."""
     if x.dim() == 0 and any(each is not None and each is not Ellipsis for each in keys):
-        refuse("E603", "a value without dimensions is indexed", hints=("use it as it is",))
+        refuse("E603", "a value without dimensions is indexed", hint="use it as it is")
     if any(isinstance(each, Tensor) for each in flat(keys)):
-        refuse("E603", "what is computed of a row is indexed by a value", hints=("index the captured tensor instead",))
+        refuse("E603", "what is computed of a row is indexed by a value", hint="index the captured tensor instead")
     try:
         with watched():
             return x[tuple(mapped(keys, told))]
@@ -67,11 +67,9 @@ def _sliced(session: Session, target: Tensor, keys: list[Any]) -> tuple[Tensor, 
         return target, keys
     plain = [_ALL if isinstance(each, Symbolic) else each for each in keys]
     if any(isinstance(each, Symbolic) for each in flat([each for each in keys if type(each) is slice])):
-        refuse("E601", "a slice asks for a value that is known to the kernel alone", hints=("index single elements",))
+        refuse("E601", "a slice asks for a value that is known to the kernel alone", hint="index single elements")
     if any(isinstance(each, Tensor) for each in plain):
-        refuse(
-            "E603", "a slice stands beside an index that is a tensor", hints=("slice the tensor outside of the mod",)
-        )
+        refuse("E603", "a slice stands beside an index that is a tensor", hint="slice the tensor outside of the mod")
     left: list[Any] = []
     for each in keys:
         if isinstance(each, Symbolic) or each is Ellipsis:
@@ -102,14 +100,14 @@ def _position(session: Session, key: Any, tensor: Tensor, slot: int, axis: int) 
     """An index as an int of the language, counted from the start."""
     name = session.called(tensor)
     if key is None or type(key) is slice:
-        refuse("E603", f"a part of {name} is sliced that a position has been chosen of", hints=("slice it first",))
+        refuse("E603", f"a part of {name} is sliced that a position has been chosen of", hint="slice it first")
     if type(key) is int:
         length = tensor.shape[axis]
         if not -length <= key < length:
             refuse("E603", f"index {key} is outside dimension {axis} of {name}, which has {length} entries")
     value = session.value(key)
     if value.dtype is torch.bool or scalar_of(value.dtype) is not INT:
-        refuse("E603", f"an index of {name} is {value.dtype}", hints=("convert it: index.int()",))
+        refuse("E603", f"an index of {name} is {value.dtype}", hint="convert it: index.int()")
     expr = value.expr
     if isinstance(expr, Literal):
         return expr if expr.value >= 0 else node("sub", extent_symbol(slot, axis), literal(-expr.value))

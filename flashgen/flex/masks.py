@@ -1,12 +1,13 @@
-"""Masks: ``BlockMask`` and ``create_block_mask``, and functions that combine mods.
+"""Masks: ``BlockMask`` and ``create_block_mask``, functions that combine mods, and PyTorch's own masks as a mask_mod.
 
-The mask_mod is not evaluated here: kernels classify blocks from its expression.
+The mask_mod of a ``BlockMask`` is not evaluated here: kernels classify blocks from its expression.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +18,6 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from flashgen.flex.tracing import Mod
 from flashgen.op.conversion import as_number, int_argument
-from flashgen.plan.notebook import drawn
 
 DEFAULT_BLOCK_SIZE = 128
 # What FlexAttention's masks have because they hold lists of blocks.
@@ -136,10 +136,14 @@ class BlockMask:
         return f"BlockMask(shape={self.shape}, mask_mod={getattr(self.mask_mod, '__name__', self.mask_mod)})"
 
     def __str__(self) -> str:
-        return f"{self!r}\n{drawn('mask in letters', self)}"
+        from flashgen.flex.drawing import letters_of  # noqa: PLC0415 - pictures take a third of a second to import
+
+        return f"{self!r}\n{letters_of(self)}"
 
     def _repr_html_(self) -> str:
-        return drawn("mask", self)
+        from flashgen.flex.drawing import html  # noqa: PLC0415 - as above
+
+        return html(self)
 
 
 def _common(name: str, x: int | None, y: int | None) -> int | None:
@@ -207,3 +211,101 @@ def _block_size(given: object) -> tuple[int, int]:
     if len(sizes) != 2 or any(each is None or each < 1 for each in sizes):
         raise ValueError(f"'BLOCK_SIZE' is {given!r}; an int of at least 1, or two, is expected")
     return sizes[0], sizes[1]
+
+
+# -- masks of PyTorch --------------------------------------------------------------------------------------------------
+
+# A pair is kept if its block is listed as full, or if its block is listed and the mask_mod keeps the pair. Mostly the
+# lists follow from the mask_mod, which then is the answer. Where the lists keep other pairs, or there is no mask_mod,
+# blocks are a tensor that the mask reads.
+
+_BORDERLESS = 1 << 30  # the block size of a mask that keeps all
+_AT_ONCE = 1 << 24  # pairs
+# What PyTorch gives a slice for a mask_mod; before 2.7 that keeps all, and only its lists are shorter.
+_SLICED = getattr(torch_flex, "_sliced_mask_mod_error", object())
+# Of each mask the mask_mod that its lists were compared with, and what says all.
+_KNOWN: weakref.WeakKeyDictionary[Any, tuple[Any, Mod]] = weakref.WeakKeyDictionary()
+
+
+def mod_of(mask: torch_flex.BlockMask) -> Mod | None:
+    """The mask_mod that keeps the pairs of a mask; None where all are kept. Raises ``ValueError`` where there is none.
+
+    Lists are compared once for a mask: they must not be changed in place.
+    """
+    mask_mod = mask.mask_mod
+    if mask_mod is _SLICED or mask.kv_num_blocks.shape[-1] * mask.BLOCK_SIZE[0] < mask.seq_lengths[0]:
+        raise ValueError(
+            "this BlockMask was sliced, and PyTorch gives it no mask_mod; set mask_mod, and seq_lengths to the queries "
+            "and keys that it is for, or use flashgen.flex.create_block_mask"
+        )
+    if min(mask.BLOCK_SIZE) >= _BORDERLESS:
+        return None if mask_mod is noop_mask else mask_mod
+    known = _KNOWN.get(mask)
+    if known is None or known[0] is not mask_mod:
+        known = _KNOWN[mask] = mask_mod, _found(mask, mask_mod)
+    return known[1]
+
+
+def _found(mask: torch_flex.BlockMask, mask_mod: Mod | None) -> Mod:
+    if mask.kv_num_blocks.dim() != 3:
+        raise ValueError(
+            f"'kv_num_blocks' of this BlockMask has shape {list(mask.kv_num_blocks.shape)}; [B, H, rows of blocks] is "
+            "expected"
+        )
+    columns = -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1])
+    listed = _dense(mask.kv_num_blocks, mask.kv_indices, columns)
+    filled = None
+    if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+        filled = _dense(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
+    if mask_mod in (None, noop_mask):
+        return _kept_in(listed if filled is None else listed | filled, mask.BLOCK_SIZE)
+    if _say_the_same(mask, mask_mod, listed, filled):
+        return mask_mod
+    kept = and_masks(_kept_in(listed, mask.BLOCK_SIZE), mask_mod)
+    return kept if filled is None else or_masks(kept, _kept_in(filled, mask.BLOCK_SIZE))
+
+
+def _kept_in(blocks: Tensor, block_size: tuple[int, int]) -> Mod:
+    """The mask_mod that keeps all pairs of some blocks, [B or 1, H or 1, rows, columns]."""
+    sizes = dict(enumerate(block_size))  # what a trace takes for constants
+    by_batch, by_head = (count > 1 for count in blocks.shape[:2])
+    blocks = blocks[:, 0] if not by_head else blocks
+    blocks = blocks[0] if not by_batch else blocks
+
+    def in_blocks(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        heads = (*((b,) if by_batch else ()), *((h,) if by_head else ()))
+        return blocks[(*heads, q_idx // sizes[0], kv_idx // sizes[1])]
+
+    return in_blocks
+
+
+def _say_the_same(mask: torch_flex.BlockMask, mask_mod: Mod, partial: Tensor, full: Tensor | None) -> bool:
+    """Whether the lists of blocks follow from the mask_mod, compared by a few rows of blocks at a time."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # noqa: PLC0415 - imports Dynamo
+
+    over_pairs: Any = torch_flex._vmap_for_bhqkv(mask_mod, prefix=())
+    rows, columns = mask.BLOCK_SIZE
+    q_len, kv_len = mask.seq_lengths
+    device, (batch, heads) = partial.device, partial.shape[:2]
+    full = torch.zeros_like(partial) if full is None else full
+    b, h, keys = (torch.arange(count, device=device) for count in (batch, heads, kv_len))
+    at_once = max(1, _AT_ONCE // max(1, rows * kv_len * batch * heads)) * rows
+    for start in range(0, q_len, at_once):
+        queries = torch.arange(start, min(start + at_once, q_len), device=device)
+        with torch.no_grad(), TransformGetItemToIndex():
+            kept = over_pairs(b, h, queries, keys).expand(batch, heads, len(queries), kv_len)
+        block_rows, block_columns = queries // rows, keys // columns
+        listed = partial[:, :, block_rows][..., block_columns]
+        filled = full[:, :, block_rows][..., block_columns]
+        if bool((kept & ~(listed | filled)).any()) or bool((~kept & filled).any()):
+            return False
+    return True
+
+
+def _dense(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """[B, H, rows, columns]: whether each block is listed."""
+    found = torch.zeros((*indices.shape[:-1], columns + 1), dtype=torch.bool, device=indices.device)
+    listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
+    listed &= (indices >= 0) & (indices < columns)
+    found.scatter_(-1, torch.where(listed, indices, columns).long(), value=True)
+    return found[..., :-1]

@@ -1,30 +1,36 @@
 """The ops of mods: traced once, compiled once.
 
-``bind`` finds the trace of mods without tracing them again; ``OpFamily`` gives the op of a trace for the lengths and
+``bind`` finds the trace of mods without tracing them again; a ``family`` gives the op of a trace for the lengths and
 tensors of a call. Traces and families are found by what mods compute, not by their identity.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
+import re
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from flashgen.analysis.ranging import plain_range
 from flashgen.flex.captured import CapturedValues, Empty, content_of, globals_of, is_settled
 from flashgen.flex.numbers import evaluate
+from flashgen.flex.places import refuse_at
 from flashgen.flex.shapes import Extents, Shapes, Sizes, declared, fits
 from flashgen.flex.specs import Shell, differentiable, make_spec, plain_names
 from flashgen.flex.tracing import Mod, Trace, Traced, trace
-from flashgen.flex.values import readable
-from flashgen.ir.interval import INT_MAX, INT_MIN
+from flashgen.flex.values import BOOL, FLOAT, INT, readable
+from flashgen.ir.expr import Apply, Expr, Symbol, SymbolKind, walk
+from flashgen.ir.interval import FULL_BOOL, FULL_FLOAT, FULL_INT, INT_MAX, INT_MIN, FloatRange, IntRange, Range
 from flashgen.ir.spec import HeadDim
+from flashgen.ir.text import text
 from flashgen.ir.types import ScalarType
 from flashgen.op.loading import load_spec
 from flashgen.op.op import AttentionOp
@@ -71,8 +77,8 @@ def _alive(held: tuple[Any, ...]) -> tuple[Any, ...]:
 def _know(key: Hashable, score_mod: Mod | None, mask_mod: Mod | None, found: Bindings) -> None:
     """Keep what mods are bound to, until they change or vanish."""
     _KNOWN.pop(key, None)
-    unchanged = looked_at(score_mod, mask_mod) if found.trace.settled else None
-    if unchanged is None:
+    unchanged = Unchanged()
+    if not found.trace.settled or not all(mod is None or unchanged.look_at(mod) for mod in (score_mod, mask_mod)):
         return
 
     def forget(_: object, known: dict[Hashable, _BoundRefs] = _KNOWN) -> None:  # at exit there are no globals any more
@@ -139,39 +145,34 @@ class ModOp:
     shapes: Shapes
     learned: tuple[bool, ...]
 
-    def serves(self, sizes: Sizes, extents: Extents, wanted: tuple[bool, ...]) -> bool:
-        """Whether the op is for these lengths, and gives these gradients."""
-        return all(map(operator.ge, self.learned, wanted)) and fits(self.shapes, extents, sizes)
 
-
-class OpFamily:
-    """The ops of one trace at one head dimension, one for each set of declared shapes."""
-
-    def __init__(self, traced: Traced, shell: Shell, backend: str | None) -> None:
-        self._traced = traced
-        self._shell = shell
-        self._backend = backend
-        self._compiled: list[ModOp] = []
-        self._calls: dict[Hashable, ModOp] = {}
-
-    def find(self, sizes: Sizes, extents: Extents, wanted: tuple[bool, ...]) -> ModOp:
-        """The op for these sizes, lengths of captured tensors, and tensors that want a gradient."""
-        key = (*sizes.values(), *extents, wanted)
-        found = self._calls.get(key)
-        if found is None:
-            found = next((each for each in self._compiled if each.serves(sizes, extents, wanted)), None)
-            if found is None:
-                shapes = declared(self._traced, extents, sizes)
-                found = compiled(self._traced, self._shell, shapes, wanted, self._backend)
-                self._compiled.append(found)
-            remember(self._calls, key, found)
-        return found
+Find = Callable[[Sizes, Extents, tuple[bool, ...]], ModOp]
 
 
 @functools.lru_cache(maxsize=256)
-def family(traced: Traced, head_dim: HeadDim, scaled: bool, backend: str | None, *, maxima: bool = False) -> OpFamily:
-    """The family of equal mods."""
-    return OpFamily(traced, Shell("flex", head_dim, plain_names(traced), scaled, maxima=maxima), backend)
+def family(traced: Traced, head_dim: HeadDim, scaled: bool, backend: str | None, *, maxima: bool = False) -> Find:
+    """The ops of equal mods at one head dimension, one for each set of declared shapes.
+
+    Returns the function that finds the op for sizes, lengths of captured tensors, and tensors that want a gradient.
+    """
+    shell = Shell("flex", head_dim, plain_names(traced), scaled, maxima=maxima)
+    made: list[ModOp] = []
+    calls: dict[Hashable, ModOp] = {}
+
+    def find(sizes: Sizes, extents: Extents, wanted: tuple[bool, ...]) -> ModOp:
+        key = (*sizes.values(), *extents, wanted)
+        found = calls.get(key)
+        if found is None:
+            for found in made:
+                if all(map(operator.ge, found.learned, wanted)) and fits(found.shapes, extents, sizes):
+                    break
+            else:
+                found = compiled(traced, shell, declared(traced, extents, sizes), wanted, backend)
+                made.append(found)
+            remember(calls, key, found)
+        return found
+
+    return find
 
 
 @functools.lru_cache(maxsize=256)
@@ -190,7 +191,7 @@ def wanted_gradients(bound: Bindings) -> tuple[bool, ...]:
     return tuple([can and isinstance(x, Tensor) and x.requires_grad for x, can in zip(values, able, strict=True)])
 
 
-def named_arguments(bound: Bindings, made: ModOp) -> dict[str, Any]:
+def named(bound: Bindings, made: ModOp) -> dict[str, Any]:
     """The captured values of an op, by name."""
     return dict(zip(made.names, arguments(bound, made.learned), strict=True))
 
@@ -269,7 +270,124 @@ def held(content: Any) -> Any:
     return weakref.ref(content) if isinstance(content, Tensor) else content
 
 
-def looked_at(*mods: Any) -> Unchanged | None:
-    """The captured objects of mods; None where a later call could not tell that they are unchanged."""
-    found = Unchanged()
-    return found if all(mod is None or found.look_at(mod) for mod in mods) else None
+# -- ints beyond 32 bits -----------------------------------------------------------------------------------------------
+
+# PyTorch's ints have 64 bits. Operators whose result may leave 32 bits are evaluated exactly, others by the compiler's
+# ranges. Ints that are read from tensors are taken to fit, together with what is computed of them, until an operator
+# bounds them (``%``, ``clamp``). Conversions of floats to ints saturate at 32 bits.
+
+
+def _power(x: int, n: int) -> int:
+    if n < 0:
+        n, x = n % 2, x if abs(x) == 1 else 0
+    return int(x ** min(n, 64))
+
+
+# The operators whose result may leave 32 bits.
+_LEAVING: Mapping[str, Callable[..., int]] = MappingProxyType(
+    {
+        "add": operator.add,
+        "sub": operator.sub,
+        "mul": operator.mul,
+        "neg": operator.neg,
+        "abs": abs,
+        "shl": lambda x, n: x << min(n, 64) if n >= 0 else 0,
+        "ipow": _power,
+    }
+)
+# What may stand for a value of which nothing is known. A result that is the same for both does not hang on it.
+_WIDE: Mapping[ScalarType, Range] = MappingProxyType({BOOL: FULL_BOOL, INT: FULL_INT, FLOAT: FULL_FLOAT})
+_NEAR: Mapping[ScalarType, Range] = MappingProxyType(
+    {BOOL: FULL_BOOL, INT: IntRange(-(2**15), 2**15), FLOAT: FloatRange(-1.0, 1.0, may_be_nan=True)}
+)
+_SIZE_OF: Mapping[str, str] = MappingProxyType({"b": "B", "h": "H", "i": "Nq", "j": "Nk"})
+# Mods that stay inside up to here are not looked at again.
+_ORDINARY = 2**18
+_ORDINARY_SIZES: tuple[tuple[str, int], ...] = tuple((name, _ORDINARY) for name in _SIZE_OF.values())
+
+# Of each param the ends of its value; None where it is a tensor's, or a float.
+_Params = tuple[tuple[int, int] | None, ...]
+
+
+def check_ints(bound: Bindings, sizes: Mapping[str, int], mods: Sequence[Mod | None]) -> None:
+    """Raise ``SpecError`` (E604) where an int of a mod does not fit in 32 bits."""
+    traced = bound.trace.traced
+    ints = [x if isinstance(x, int) else None for x in bound.params]
+    is_ordinary = max(sizes.values()) <= _ORDINARY and all(x is None or abs(x) <= _ORDINARY for x in ints)
+    if is_ordinary:
+        ends = tuple([(-_ORDINARY, _ORDINARY) if each is INT else None for each in traced.params])
+        if _leaving(traced, _ORDINARY_SIZES, ends) is None:
+            return
+    lengths = tuple((name, sizes[name]) for name in _SIZE_OF.values())
+    found = _leaving(traced, lengths, tuple(None if x is None else (x, x) for x in ints))
+    if found is None:
+        return
+    number, node, reached = found
+    known = dict(zip(plain_names(traced), bound.trace.names, strict=True))
+    shown = re.sub(r"\b[tp]\d+\b", lambda name: known[name[0]] or name[0], text(node))
+    message = f"'{shown}' reaches {reached} at these lengths; ints of flashgen have 32 bits"
+    refuse_at(mods[number], "E604", message, hint="compute it with floats, or divide before you multiply")
+
+
+@functools.lru_cache(maxsize=1024)
+def _leaving(traced: Traced, lengths: tuple[tuple[str, int], ...], params: _Params) -> tuple[int, Expr, int] | None:
+    """The mod with an int that leaves 32 bits, the int, and its extreme value; None where all ints fit."""
+    sizes = dict(lengths)
+    for number, root in enumerate((traced.score, traced.mask)):
+        known: dict[Expr, Range | None] = {}
+        for node in _deciding(root):
+            found = known[node] = _range(node, known, sizes, params)
+            if isinstance(found, IntRange) and not INT_MIN <= found.lo <= found.hi <= INT_MAX:
+                reached = found.lo if found.lo < INT_MIN else found.hi
+                return number, node, reached
+    return None
+
+
+def _deciding(root: Expr | None) -> list[Expr]:
+    """The ints of an expression, operands before operators, with the numbers that they are computed from."""
+    nodes = [] if root is None else list(walk(root))
+    wanted: set[Expr] = set()
+    for node in reversed(nodes):
+        if node.type is INT or node in wanted:
+            wanted.add(node)
+            wanted.update(arg for arg in node.children if arg.type is not BOOL)
+    return [node for node in nodes if node in wanted]
+
+
+def _range(
+    node: Expr, known: Mapping[Expr, Range | None], sizes: Mapping[str, int], params: _Params
+) -> IntRange | FloatRange | None:
+    """The range of a number; None where it is not known."""
+    found: Any
+    match node:
+        case Symbol(name=name, kind=SymbolKind.PARAM):
+            ends = params[int(name[1:])]
+            return None if ends is None else IntRange(*ends)
+        case Symbol(name=name, kind=SymbolKind.INDEX):
+            return IntRange(0, max(sizes[_SIZE_OF[name]] - 1, 0))
+        case Apply(args=args):
+            ranges = [known.get(arg) for arg in args]
+            wide, near = (
+                _applied(node, tuple(each or other[arg.type] for each, arg in zip(ranges, args, strict=True)))
+                for other in (_WIDE, _NEAR)
+            )
+            found = wide if wide == near else None
+        case _:
+            found = plain_range(node, {}, None, tuple(_WIDE[each.type] for each in node.children))
+    return None if found == _WIDE[node.type] else found
+
+
+def _applied(node: Apply, ranges: tuple[Range, ...]) -> Range:
+    exact = _LEAVING.get(node.op)
+    if exact is None or node.type is not INT:
+        found = plain_range(node, {}, None, ranges)
+        stops = node.op == "to_int" and isinstance(found, IntRange) and (found.lo == INT_MIN or found.hi == INT_MAX)
+        return FULL_INT if stops else found
+    reached = [exact(*points) for points in itertools.product(*map(_points, ranges))]
+    return IntRange(min(reached), max(reached))
+
+
+def _points(x: Range) -> set[int]:
+    """Arguments at which operators have their extremes: the ends of a range, the next ones of other parity, and 0."""
+    assert isinstance(x, IntRange)
+    return {n for n in (x.lo, x.lo + 1, 0, x.hi - 1, x.hi) if x.lo <= n <= x.hi}

@@ -1,4 +1,4 @@
-"""Places in the user's own files, and errors that point there.
+"""Places in the user's own files, errors that point there, and what a mod cannot do.
 
 In: an error message. Out: a ``SpecError`` at the innermost line of the stack that is neither flashgen's nor PyTorch's,
 with the columns of the expression that was being evaluated.
@@ -9,15 +9,15 @@ from __future__ import annotations
 import functools
 import linecache
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 
-from flashgen.diagnostics import Diagnostic, Source, Span, SpecError
+from flashgen.diagnostics import Diagnostic, Source, Span, SpecError, nearest, quoted_list
 
 
 def spellings(folder: Path) -> tuple[str, ...]:
@@ -28,14 +28,14 @@ def spellings(folder: Path) -> tuple[str, ...]:
 NOT_THE_USERS = (*spellings(Path(__file__).parents[1]), *spellings(Path(torch.__file__).parent), "<frozen")
 
 
-def refuse(code: str, message: str, *, hints: Sequence[str] = ()) -> NoReturn:
+def refuse(code: str, message: str, *, hint: str = "") -> NoReturn:
     """Raise a ``SpecError`` that points to the line of the mod that is being traced."""
-    raise_at(current_place(), code, message, hints=hints)
+    raise_at(current_place(), code, message, hints=(hint,) if hint else ())
 
 
-def refuse_at(function: object, code: str, message: str, *, hints: Sequence[str] = ()) -> NoReturn:
+def refuse_at(function: object, code: str, message: str, *, hint: str = "") -> NoReturn:
     """Raise a ``SpecError`` that points to where a function is defined."""
-    raise_at(place_of(function), code, message, hints=hints)
+    raise_at(place_of(function), code, message, hints=(hint,) if hint else ())
 
 
 def refuse_raised(error: BaseException, mod: object) -> NoReturn:
@@ -139,3 +139,68 @@ def _whole_line(file: str, number: int) -> Span:
     text = linecache.getline(file, number)
     start = len(text) - len(text.lstrip())
     return Span(file, number, start + 1, number, len(text.rstrip()) + 1)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+_OF_NUMPY = "NumPy", "write torch's functions instead of NumPy's, and capture arrays as tensors: torch.from_numpy(x)"
+_OF_TEXTS = "a text", "leave it out: a mod is run once, without numbers"
+# What Python asks of a value to decide by it: how the user put it, and what to write instead.
+DECISIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "__bool__": (
+            "a Python condition ('if', 'and', 'or', 'not', 'while', 'assert', min, max)",
+            "write torch.where(condition, x, y), and '&', '|', '~' for 'and', 'or', 'not'",
+        ),
+        "__int__": ("int()", "write x.int()"),
+        "__float__": (
+            "float(), or a function of Python's math,",
+            "write x.float(), and torch's functions instead of math's",
+        ),
+        "__index__": (
+            "a Python index ('range', a slice, a list)",
+            "for a list of numbers, capture a tensor and index it: torch.tensor([…])[h]",
+        ),
+        "__len__": ("len()", ""),
+        "__iter__": ("a loop", ""),
+        "item": ("'.item()'", "leave it out: a value without dimensions is a number here"),
+        "tolist": ("'.tolist()'", ""),
+        **dict.fromkeys(("__array__", "numpy", "__array_wrap__"), _OF_NUMPY),
+        **dict.fromkeys(("__format__", "__repr__"), _OF_TEXTS),
+        "__contains__": ("'in'", ""),
+        "nonzero": ("'.nonzero()'", ""),
+    }
+)
+MISSING: Mapping[str, str] = MappingProxyType(
+    {
+        "expm1": "write torch.exp(x) - 1",
+        **dict.fromkeys(("stack", "cat"), "write the values one by one: a mod computes one number for one pair"),
+        "any": "write '|' between the conditions",
+        "all": "write '&' between the conditions",
+        "sum": "write '+' between the values",
+        **dict.fromkeys(("gather", "index_select", "take"), "index the tensor: t[h, kv_idx]"),
+        "nan_to_num": "write torch.where(torch.isnan(x), 0.0, x)",
+        "isin": "compare with each value and write '|' between the conditions",
+        "bucketize": "count the borders that are passed: (x > b0).int() + (x > b1).int()",
+    }
+)
+
+
+def refuse_decision(name: str, *, hinted: bool = True) -> NoReturn:
+    """Refuse an operation by which Python would decide on a value that only a kernel knows."""
+    asked, instead = DECISIONS[name]
+    hint = instead if hinted else ""
+    refuse("E601", f"{asked} asks for a value that is known to the kernel alone, one for each pair", hint=hint)
+
+
+def refuse_unknown(name: str, known: Iterable[str] = ()) -> NoReturn:
+    """Refuse a function that is not in the table of operators."""
+    shown = name.removeprefix("get:").strip("_") if name.startswith(("__", "get:")) else name
+    if name == "__setitem__":
+        refuse("E602", "a mod cannot assign to elements", hint="write torch.where(condition, x, y)")
+    if shown in MISSING:
+        refuse("E602", f"flashgen has no '{shown}' for a mod", hint=MISSING[shown])
+    close = nearest(shown, [each for each in known if not each.startswith("_")], limit=3)
+    hint = f"did you mean {quoted_list(close)}?" if close else "docs/flex.md lists the functions"
+    refuse("E602", f"flashgen has no '{shown}' for a mod", hint=hint)

@@ -134,10 +134,7 @@ _LIBRARY.fallback(_dispatched, "DeferredInit")
 
 def array_of(values: Sequence[Any], shape: Sequence[int] = ()) -> Cells:
     """An array of objects, which NumPy does not look into."""
-    made = np.empty(len(values), object)
-    for place, value in enumerate(values):
-        made[place] = value
-    return made.reshape(tuple(shape))
+    return np.fromiter(values, object, len(values)).reshape(tuple(shape))
 
 
 def flat(value: Any) -> list[Any]:

@@ -24,8 +24,18 @@ from flashgen.flex.captured import CapturedValues, Lifting
 from flashgen.flex.dispatch import dispatch
 from flashgen.flex.indexing import index, lengths
 from flashgen.flex.numbers import Guards, Host, Recipe, as_number, settled
-from flashgen.flex.places import border, calling_function, place_of, raise_at, refuse, refuse_at, refuse_raised
-from flashgen.flex.refusals import DECISIONS, refuse_decision, refuse_unknown
+from flashgen.flex.places import (
+    DECISIONS,
+    border,
+    calling_function,
+    place_of,
+    raise_at,
+    refuse,
+    refuse_at,
+    refuse_decision,
+    refuse_raised,
+    refuse_unknown,
+)
 from flashgen.flex.stand_ins import Symbolic, flat, mapped, watched
 from flashgen.flex.values import FLOAT, Session, Slot, Value, convert
 from flashgen.ir.expr import Expr, score_input
@@ -131,27 +141,21 @@ def _trace(
 
 def _score(session: Session, mod: Any, own: Mod) -> Expr:
     result = _run(session, mod, own, session.symbolic(Value(score_input("s"), torch.float32)))
-    value = session.value(result) if _is_scalar(result) else None
+    value = session.value(result) if isinstance(result, Tensor) and result.dim() == 0 else None
     if value is None or value.dtype is torch.bool:
-        hint = _row_hint(result)
-        if value is not None:
-            hint = "write torch.where(condition, score, -float('inf')) to mask by a score_mod"
-        hints = (hint,) if hint else ()
-        refuse_at(own, "E603", f"the score_mod returns {_what(result)}; a score is expected", hints=hints)
+        hint = "write torch.where(condition, score, -float('inf')) to mask by a score_mod"
+        hint = _row_hint(result) if value is None else hint
+        refuse_at(own, "E603", f"the score_mod returns {_what(result)}; a score is expected", hint=hint)
     return convert(value.expr, FLOAT)
 
 
 def _mask(session: Session, mod: Any, own: Mod) -> Expr:
     result = _run(session, mod, own)
-    value = session.value(result) if _is_scalar(result) else None
+    value = session.value(result) if isinstance(result, Tensor) and result.dim() == 0 else None
     if value is None or value.dtype is not torch.bool or value.weak:
         hint = "return torch.ones_like(q_idx, dtype=torch.bool) for a mask that keeps every pair"
-        refuse_at(
-            own,
-            "E603",
-            f"the mask_mod returns {_what(result)}; a boolean tensor is expected",
-            hints=(hint if isinstance(result, bool) else _row_hint(result) or "compare it: x != 0",),
-        )
+        hint = hint if isinstance(result, bool) else _row_hint(result) or "compare it: x != 0"
+        refuse_at(own, "E603", f"the mask_mod returns {_what(result)}; a boolean tensor is expected", hint=hint)
     return value.expr
 
 
@@ -159,10 +163,6 @@ def _row_hint(result: object) -> str:
     if not isinstance(result, Symbolic):
         return ""
     return "index every dimension of the captured tensor, or reduce its row: row.sum(-1), (row == x).any(-1)"
-
-
-def _is_scalar(x: object) -> bool:
-    return isinstance(x, Tensor) and x.dim() == 0
 
 
 def _what(result: object) -> str:
@@ -195,7 +195,7 @@ def _check_arguments(own: Mod, role: str) -> None:
         return
     other, hint = _OTHER_ROLE[role]
     message = f"a {role} is called with ({', '.join(names)}), but this one takes {signature}"
-    refuse_at(own, "E606", message, hints=(hint,) if _takes(signature, _ARGUMENTS[other]) else ())
+    refuse_at(own, "E606", message, hint=hint if _takes(signature, _ARGUMENTS[other]) else "")
 
 
 def _takes(signature: inspect.Signature, arguments: tuple[str, ...]) -> bool:
@@ -234,15 +234,12 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self._answer(func, args, kwargs or {})
         if self._learns and isinstance(result, Symbolic) and not torch.is_grad_enabled():
-            self._check_detached(result)
+            # Under ``no_grad`` PyTorch keeps no gradient of a result: the kernel's has to be none, too.
+            function = calling_function()
+            if function is not None:
+                _refuse_opaque(f"'{function.__name__}' is an autograd.Function")
+            self._session.check_detached(result, "no_grad")
         return result
-
-    def _check_detached(self, result: Symbolic) -> None:
-        """Under ``no_grad`` PyTorch keeps no gradient of a result: check that the kernel's would be none, too."""
-        function = calling_function()
-        if function is not None:
-            _refuse_opaque(f"'{function.__name__}' is an autograd.Function")
-        self._session.check_detached(result, "no_grad")
 
     def _answer(self, func: Any, args: Any, kwargs: Any) -> Any:
         session, name, given = self._session, _name_of(func), flat((args, kwargs))
@@ -280,7 +277,7 @@ class _Watch(TorchFunctionMode):
         if name == "__setitem__":
             refuse_unknown(name)
         if name == "type" and alone:
-            refuse("E602", "a mod cannot ask for the name of a type", hints=("ask for x.dtype",))
+            refuse("E602", "a mod cannot ask for the name of a type", hint="ask for x.dtype")
         if name in _WITHOUT_GRADIENT and isinstance(x, Symbolic):
             self._session.check_detached(x, "detach")
 
@@ -295,7 +292,7 @@ class _Watch(TorchFunctionMode):
             if name in _CONVERSIONS and args[1:] and not isinstance(error, SpecError):
                 shown = f"'{args[1].__name__}'" if isinstance(args[1], type) else f"{args[1]!r}"
                 hint = "give a torch.dtype: torch.float32"
-                refuse("E603", f"{shown} is no type of {_CONVERSIONS[name]}", hints=(hint,))
+                refuse("E603", f"{shown} is no type of {_CONVERSIONS[name]}", hint=hint)
             raise
 
     def _operand(self, name: str) -> Callable[[Any], Any]:
@@ -327,7 +324,7 @@ class _Watch(TorchFunctionMode):
         session = self._session
         if name in _RANDOM:
             message = f"'{name}' draws at random, once for all pairs: the mod means something else"
-            refuse("E602", message, hints=("draw outside of the mod, and index what was drawn",))
+            refuse("E602", message, hint="draw outside of the mod, and index what was drawn")
         if name in _LENGTHS and isinstance(args[0], Tensor) and id(args[0]) in session.leaves and args[0].dim() > 0:
             return lengths(session, name, *args, **kwargs)
         result = func(*mapped(args, settled), **mapped(kwargs, settled))
@@ -398,14 +395,10 @@ def _here(place: Any) -> Any:
 
 def _refuse_opaque(what: str) -> NoReturn:
     hint = "write its formula in the mod, in PyTorch's functions; derivatives follow from it"
-    refuse("E602", f"{what}, whose code a kernel cannot call", hints=(hint,))
+    refuse("E602", f"{what}, whose code a kernel cannot call", hint=hint)
 
 
 def _indexed_by_number(args: tuple[Any, ...]) -> bool:
     """Whether a captured tensor is indexed by captured numbers, which then are constants of the trace."""
     key = args[1] if type(args[1]) is tuple else (args[1],)
-    return (
-        len(key) == args[0].dim()
-        and all(type(each) is int or as_number(each) is not None for each in key)
-        and args[0].dim() > 0
-    )
+    return 0 < args[0].dim() == len(key) and all(type(each) is int or as_number(each) is not None for each in key)

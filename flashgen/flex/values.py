@@ -36,18 +36,13 @@ _ELEMENTS = {
     torch.bool: ElementType.BOOL,
 }
 _CONVERTED = {
-    torch.float8_e4m3fn: torch.float32,
-    torch.float8_e5m2: torch.float32,
-    torch.float8_e4m3fnuz: torch.float32,
-    torch.float8_e5m2fnuz: torch.float32,
-    torch.int8: torch.int32,
-    torch.int16: torch.int32,
-    torch.uint8: torch.int32,
-    torch.uint16: torch.int32,
+    **dict.fromkeys(
+        (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz), torch.float32
+    ),
+    **dict.fromkeys((torch.int8, torch.int16, torch.uint8, torch.uint16), torch.int32),
     torch.uint32: torch.int64,
 }
 MOST_TERMS = 256  # of a row, and of what is computed of it
-NARROW = frozenset((torch.int8, torch.int16, torch.uint8, torch.uint16, torch.uint32))
 
 
 class Value(NamedTuple):
@@ -120,9 +115,7 @@ class Session:
         if isinstance(x, Tensor):
             return self._scalar(x)
         return refuse(
-            "E603",
-            f"'{type(x).__name__}' cannot enter the arithmetic of a mod",
-            hints=("it takes tensors and numbers",),
+            "E603", f"'{type(x).__name__}' cannot enter the arithmetic of a mod", hint="it takes tensors and numbers"
         )
 
     def symbolic(self, value: Value) -> Symbolic:
@@ -148,7 +141,7 @@ class Session:
             message = (
                 f"a row of {self.called(row.captured)} has {size} entries; a mod computes with at most {MOST_TERMS}"
             )
-            refuse("E603", message, hints=("compute with it outside of the mod, and index the result",))
+            refuse("E603", message, hint="compute with it outside of the mod, and index the result")
         found = []
         for each in np.ndindex(*shape):
             left = iter(each)
@@ -169,7 +162,7 @@ class Session:
         if expr.depth > MAX_DEPTH or expr.size > MAX_SIZE:
             deep, large = f"more than {MAX_DEPTH} operations deep", f"of more than {MAX_SIZE:,} parts"
             message = f"the expression of the mod becomes one {deep if expr.depth > MAX_DEPTH else large}"
-            refuse("E606", message, hints=("look values up in a tensor instead",))
+            refuse("E606", message, hint="look values up in a tensor instead")
         return expr
 
     def remember(self, x: Tensor, value: bool | int | float) -> None:
@@ -185,7 +178,7 @@ class Session:
             has_one = any(map(self._learns, walk(*(cell.expr for cell in x.cells.flat if cell.expr.type is FLOAT))))
         if has_one:
             message = f"'{way}' takes a value out of the gradient, which kernels do not do within a mod"
-            refuse("E602", message, hints=("detach the captured tensor outside of the mod",))
+            refuse("E602", message, hint="detach the captured tensor outside of the mod")
 
     def _learns(self, node: Expr) -> bool:
         match node:
@@ -257,9 +250,7 @@ class Session:
         name = self.called(tensor)
         if tensor.dtype not in _ELEMENTS and tensor.dtype not in _CONVERTED:
             refuse(
-                "E605",
-                f"{name} holds {tensor.dtype}, which kernels do not read",
-                hints=("convert it outside of the mod",),
+                "E605", f"{name} holds {tensor.dtype}, which kernels do not read", hint="convert it outside of the mod"
             )
         if 0 in tensor.shape:
             refuse("E605", f"{name} has shape {list(tensor.shape)}: there is nothing to read")
@@ -292,7 +283,7 @@ def constant(value: bool | int | float) -> Literal:
         refuse(
             "E604",
             f"{value} does not fit in 32 bits, which ints of flashgen have",
-            hints=("make it a float where one will do",),
+            hint="make it a float where one will do",
         )
     if isinstance(value, float) and fits(value) is not None:
         return literal(math.copysign(math.inf, value))  # as PyTorch's float32
@@ -306,7 +297,7 @@ def node(op: str, *args: Expr) -> Expr:
         if isinstance(made, Apply) and all(isinstance(arg, Literal) for arg in made.args):
             return folded(made)
     except (TypingError, ConstantError) as error:
-        refuse("E603", error.message, hints=(error.hint,) if error.hint else ())
+        refuse("E603", error.message, hint=error.hint)
     divisor = args[-1]
     if op in ("div", "floordiv", "mod") and isinstance(divisor, Literal) and divisor.value == 0:
         refuse("E603", "division by zero")

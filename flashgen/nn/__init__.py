@@ -3,7 +3,7 @@
     Attention           the op of a spec; learned tensors and params are Parameters, with initial values that make sense
     MultiheadAttention  ``torch.nn.MultiheadAttention``'s arguments, projections and state, around any spec
 
-``learned.py`` decides what a module owns; ``with_masks`` gives a spec the masks that a call of the second one brings.
+``learned_values`` decides what a module owns; ``masked`` gives a spec the masks that a call of the second one brings.
 """
 
 from flashgen.nn.attention import Attention

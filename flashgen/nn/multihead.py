@@ -18,8 +18,7 @@ from flashgen.ir.build import apply
 from flashgen.ir.expr import Expr, Load, index, literal, size
 from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim
 from flashgen.ir.types import ElementType
-from flashgen.nn.attention import Attention, as_op
-from flashgen.nn.learned import Initial
+from flashgen.nn.attention import Attention, Initial, as_op
 from flashgen.op.conversion import as_number, int_argument
 from flashgen.op.loading import load_spec
 from flashgen.op.op import BaseOp
@@ -191,7 +190,9 @@ class MultiheadAttention(nn.Module):
         forms = tuple((name, mask.dim(), mask.dtype is torch.bool) for name, mask in masks.items())
         if self.dropout and self.training and captured.get("dropout_p") is None:
             captured["dropout_p"] = self.dropout
-        o = self.attention.attend_with(self._op(forms, is_causal and attn_mask is None), q, k, v, **captured, **masks)
+        is_causal = is_causal and attn_mask is None
+        op = masked_op(self._op_name, forms, is_causal) if forms or is_causal else self.attention.op
+        o = self.attention.attend_with(op, q, k, v, **captured, **masks)
         rows = o.transpose(1, 2).flatten(2)
         if not is_batched:
             rows = rows[0]
@@ -219,10 +220,6 @@ class MultiheadAttention(nn.Module):
         padding = torch.arange(rows.shape[1], device=rows.device) >= ends[:, None]
         o, _ = self.forward(rows, rows, rows, padding, **options)
         return torch.nested.as_nested_tensor([each[:length] for each, length in zip(o, lengths, strict=True)])
-
-    def _op(self, masks: tuple[tuple[str, int, bool], ...], causal: bool) -> BaseOp:
-        """The op of a call; the spec's own where nothing is changed."""
-        return masked_op(self._op_name, masks, causal) if masks or causal else self.attention.op
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
         """q, k and v before heads are told apart; one product where all three are the same."""

@@ -221,7 +221,7 @@ def _looked_at() -> tuple[list[float], list[int]]:
     def call(doc: Tensor) -> None:
         rows = [dealt.shard(x, rank=dist.get_rank()) for x in (q, k, v)]
         errors.append(relative_error(sharded(*rows, doc=doc), dealt.shard(op(q, k, v, doc=doc), rank=dist.get_rank())))
-        looks.append(sharded._preparation.remembered)
+        looks.append(len(sharded._preparation._known))
 
     call(doc)
     call(doc)
@@ -269,7 +269,7 @@ def _asked_again() -> tuple[list[float], list[str], int]:
     call([20, 20], other if rank else doc, 3)
     call([20, 20], doc, 3, deterministic=bool(rank))
     call([20, 20], doc, 4)
-    return errors, said, sharded._preparation.remembered
+    return errors, said, len(sharded._preparation._known)
 
 
 def test_ranks_that_ask_each_other_find_what_changed() -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from flashgen.diagnostics import SpecError
-from flashgen.flex import AuxRequest, captured, create_block_mask, flex_attention, from_mods, ops, options, to_spec
+from flashgen.flex import AuxRequest, attention, captured, create_block_mask, flex_attention, from_mods, ops, to_spec
 from tests.flex.helpers import assert_close, gradients, inputs, judged
 
 SLOPES = torch.rand(4)
@@ -433,7 +433,7 @@ def test_maxima_have_no_gradients_and_lse_beside_them_has() -> None:
 
 def test_options_of_tuned_code_are_taken_and_told_once() -> None:
     q, k, v = inputs()
-    options._TOLD.clear()
+    attention._TOLD.clear()
     given: dict[str, Any] = {"BLOCK_M": 64, "bwd_BLOCK_N1": 32, "waves_per_eu": 2, "BACKEND": "TRITON"}
     with pytest.warns(UserWarning, match="BACKEND, BLOCK_M, bwd_BLOCK_N1, waves_per_eu steer kernels") as told:
         found = flex_attention(q, k, v, kernel_options=given, backend="reference")

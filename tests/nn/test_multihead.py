@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import flashgen
 from flashgen.nn import MultiheadAttention
+from flashgen.nn.multihead import masked_op
 
 PLAIN = "attention plain_heads { head_dim 64 }"
 ALIBI = "attention alibi_heads { head_dim 16 tensor slope: f32[H] grad score s - slope[h] * (i - j) mask causal }"
@@ -148,7 +149,7 @@ def test_no_rate_is_the_modules_own(plain: Any) -> None:
 def test_changed_ops_stay_on_the_backend_of_the_op() -> None:
     layer = MultiheadAttention(32, 2, 0.5, spec=flashgen.loads(PLAIN, backend="reference"))
     assert layer.attention.op.backends == ("reference",)
-    assert layer._op((("key_padding_mask", 2, True),), False).backends == ("reference",)
+    assert masked_op(layer._op_name, (("key_padding_mask", 2, True),), False).backends == ("reference",)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -222,14 +222,19 @@ def packed(q_ends: Tensor, k_ends: Tensor, lengths: tuple[int, int], *, is_order
 
     Raises ``ValueError`` where it has, and queries and keys are not packed in the same way.
     """
-    if not (_is_remembered(q_ends) and _is_remembered(k_ends)):
-        return _packed(q_ends, k_ends, lengths, is_ordered)
-    key = (UnchangedTensor(q_ends), UnchangedTensor(k_ends), lengths, is_ordered)
-    for known, documents in _LAST:
-        if known == key:
-            return documents
-    found = _packed(q_ends, k_ends, lengths, is_ordered)
-    _LAST[:] = [(key, found)]
+    key = None
+    if _is_remembered(q_ends) and _is_remembered(k_ends):
+        key = (UnchangedTensor(q_ends), UnchangedTensor(k_ends), lengths, is_ordered)
+        for known, documents in _LAST:
+            if known == key:
+                return documents
+    if is_ordered and q_ends is not k_ends:
+        if q_ends.shape != k_ends.shape:
+            raise ValueError(_DIFFERENT)
+        torch._assert_async((q_ends == k_ends).all(), _DIFFERENT)
+    found = {"packed_q": _documents(q_ends, lengths[0]), "packed_k": _documents(k_ends, lengths[1])}
+    if key is not None:
+        _LAST[:] = [(key, found)]
     return found
 
 
@@ -238,14 +243,6 @@ def _is_remembered(ends: Any) -> bool:
     if torch.compiler.is_compiling() or ends.is_inference():
         return False
     return not (ends.is_cuda and torch.cuda.is_current_stream_capturing())
-
-
-def _packed(q_ends: Tensor, k_ends: Tensor, lengths: tuple[int, int], is_ordered: bool) -> dict[str, Tensor]:
-    if is_ordered and q_ends is not k_ends:
-        if q_ends.shape != k_ends.shape:
-            raise ValueError(_DIFFERENT)
-        torch._assert_async((q_ends == k_ends).all(), _DIFFERENT)
-    return {"packed_q": _documents(q_ends, lengths[0]), "packed_k": _documents(k_ends, lengths[1])}
 
 
 def _documents(ends: Tensor, length: int) -> Tensor:

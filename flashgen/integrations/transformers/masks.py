@@ -129,20 +129,8 @@ def layer_mask(
     transformers composes of closures is a graph break, as their code cannot be asked for in a graph.
     """
     is_plain = mask_function in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
-    make = _made_outside if torch.compiler.is_dynamo_compiling() and not is_plain else _made
-    return make(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, options)
-
-
-def _made(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor,
-    kv_offset: int,
-    mask_function: MaskFunction,
-    attention_mask: Tensor | None,
-    options: Mapping[str, Any],
-) -> LayerMask | Tensor:
+    if torch.compiler.is_dynamo_compiling() and not is_plain:
+        return _outside(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **options)  # type: ignore[no-any-return]
     writer = _MaskWriter(int(q_length), int(kv_length), q_offset, int(kv_offset))
 
     def matrix() -> Tensor:
@@ -163,7 +151,7 @@ def _made(
     return LayerMask(shape, condition, tuple(writer.declarations), writer.captured, frozenset(writer.kinds), matrix)
 
 
-_made_outside: Any = torch.compiler.disable(_made, reason="the masks of this model are made of closures")  # type: ignore[no-untyped-call]
+_outside: Any = torch.compiler.disable(layer_mask, reason="the masks of this model are made of closures")  # type: ignore[no-untyped-call]
 
 
 class _UnknownFunctionError(Exception):

@@ -8,7 +8,7 @@ import re
 import sys
 import warnings
 from abc import ABCMeta
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -63,7 +63,10 @@ def register(name: str = "flashgen") -> None:
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, layer_mask)
     teach_models()
-    _teach_the_masks()
+    if masking_utils.BlockMask is not _MadeMask:
+        for kind in (masking_utils.BlockMask, LayerMask):
+            _MadeMask.register(kind)
+        masking_utils.BlockMask = _MadeMask
     if "flash" in name:
         _NOT_FLASH.add(name)
         _teach_the_predicate()
@@ -71,14 +74,6 @@ def register(name: str = "flashgen") -> None:
 
 class _MadeMask(metaclass=ABCMeta):  # noqa: B024 - classes are registered with it
     """Masks that are made already, by ``isinstance``: transformers' own and flashgen's."""
-
-
-def _teach_the_masks() -> None:
-    """Put the class above where ``masking_utils`` asks for a ``BlockMask``."""
-    if masking_utils.BlockMask is not _MadeMask:
-        for kind in (masking_utils.BlockMask, LayerMask):
-            _MadeMask.register(kind)
-        masking_utils.BlockMask = _MadeMask
 
 
 def _teach_the_predicate() -> None:
@@ -119,36 +114,27 @@ def teach_models() -> None:
     ``PreTrainedModel.get_correct_attn_implementation`` is what both ask; ``set_attn_implementation`` does not where it
     is about to leave a model as it was, with a line in the log.
     """
-    if hasattr(PreTrainedModel.set_attn_implementation, "__flashgen__"):
+    corrected: Any = PreTrainedModel.get_correct_attn_implementation
+    set_: Any = PreTrainedModel.set_attn_implementation
+    if hasattr(set_, "__flashgen__"):
         return
-    _replace("get_correct_attn_implementation", _checked)
-    _replace("set_attn_implementation", _checked_everywhere)
 
+    @functools.wraps(corrected)
+    def checked(model: Any, requested_attention: Any, *others: Any, **options: Any) -> Any:
+        _check(type(model), requested_attention)
+        return corrected(model, requested_attention, *others, **options)
 
-def _replace(name: str, around: Callable[..., Any]) -> None:
-    original = getattr(PreTrainedModel, name)
+    @functools.wraps(set_)
+    def checked_everywhere(model: Any, attn_implementation: Any, *others: Any, **options: Any) -> Any:
+        asked = {id(config): name for config, name in _asked(model.config, attn_implementation)}
+        for each in model.modules():
+            if isinstance(each, PreTrainedModel):
+                _check(type(each), asked.get(id(each.config), asked[id(model.config)]))
+        return set_(model, attn_implementation, *others, **options)
 
-    @functools.wraps(original)
-    def method(model: Any, *arguments: Any, **options: Any) -> Any:
-        return around(original, model, *arguments, **options)
-
-    method.__flashgen__ = True  # type: ignore[attr-defined]
-    setattr(PreTrainedModel, name, method)
-
-
-def _checked(original: Callable[..., str], model: Any, requested_attention: Any, *others: Any, **options: Any) -> str:
-    _check(type(model), requested_attention)
-    return original(model, requested_attention, *others, **options)
-
-
-def _checked_everywhere(
-    original: Callable[..., None], model: Any, attn_implementation: Any, *others: Any, **options: Any
-) -> None:
-    asked = {id(config): name for config, name in _asked(model.config, attn_implementation)}
-    for each in model.modules():
-        if isinstance(each, PreTrainedModel):
-            _check(type(each), asked.get(id(each.config), asked[id(model.config)]))
-    original(model, attn_implementation, *others, **options)
+    checked_everywhere.__flashgen__ = True  # type: ignore[attr-defined]
+    PreTrainedModel.get_correct_attn_implementation = checked
+    PreTrainedModel.set_attn_implementation = checked_everywhere
 
 
 def _asked(config: Any, implementation: Any) -> Iterator[tuple[Any, Any]]:
