@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.console import note, print_json, print_table
+from flashgen.cli.console import note, print_json, print_table, tool
 from flashgen.cli.options import (
     Constant,
     check_countable,
@@ -22,7 +22,6 @@ from flashgen.cli.options import (
     shape_option,
     spec_argument,
 )
-from flashgen.cli.tools import tool
 from flashgen.ir.shape import Shape
 
 if TYPE_CHECKING:
