@@ -2,8 +2,7 @@
 
 from flashgen.diagnostics.codes import CODES
 from flashgen.diagnostics.diagnostic import Diagnostic, Source, Span, in_reading_order
-from flashgen.diagnostics.names import nearest, quoted_list
-from flashgen.diagnostics.render import SpecError, render
+from flashgen.diagnostics.render import SpecError, nearest, quoted_list, render
 
 __all__ = [
     "Span",
