@@ -87,8 +87,7 @@ def tune(
     """
     from flashgen.compiler.tile_choices import TunedStore
     from flashgen.toolchains.cpp import find_compiler
-    from flashgen.tuning.timing import cuda_is_there
-    from flashgen.tuning.tune import Job
+    from flashgen.tuning.tune import Job, cuda_is_there
     from flashgen.verification import fitting
 
     if device == "cuda" and not cuda_is_there():
