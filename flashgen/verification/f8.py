@@ -30,8 +30,7 @@ from flashgen.op.eight_bits import fitting_factors, from_8_bits, rounded_weights
 from flashgen.op.op import AttentionOp
 from flashgen.op.signature import TORCH_DTYPES
 from flashgen.verification.inputs import Inputs, random_inputs
-from flashgen.verification.second_order import Results
-from flashgen.verification.verify import call_op, dense, relative_error, widened
+from flashgen.verification.verify import Results, call_op, dense, relative_error, widened
 
 PHASES = (1.0, 1.3, 1.7)
 _WIDE = (ElementType.BF16, ElementType.F16, ElementType.F32)
