@@ -29,14 +29,16 @@ from flashgen.ir.operators_base import (
     either,
     far_too_large,
     folding,
+    integer,
     nonzero,
+    numeric,
     partials,
     plain,
+    real,
     real_node,
     row,
     wrap,
 )
-from flashgen.ir.operators_typing import integer, numeric, real
 
 _UNARY = Samples(floats=((-8.0, 8.0),), ints=((-40, 40),))
 _BINARY = Samples(floats=((-8.0, 8.0), (-8.0, 8.0)), ints=((-40, 40), (-12, 12)))

@@ -13,6 +13,8 @@ from typing import Any
 from flashgen.ir import interval, interval_float
 from flashgen.ir.interval import INT_MAX, INT_MIN, MASK32, Range
 from flashgen.ir.operators_base import (
+    FLOAT,
+    INT,
     MOST_BITS,
     ONE,
     ZERO,
@@ -23,26 +25,22 @@ from flashgen.ir.operators_base import (
     Operator,
     Samples,
     Strength,
-    asked,
-    far_too_large,
-    folding,
-    partials,
-    plain,
-    real_node,
-    row,
-    wrap,
-)
-from flashgen.ir.operators_typing import (
-    FLOAT,
-    INT,
     TypingRule,
+    asked,
     bitwise,
     comparison,
     conversion,
     equality,
+    far_too_large,
+    folding,
     integer,
     logical,
+    partials,
+    plain,
+    real_node,
+    row,
     selection,
+    wrap,
 )
 
 _PAIR = Samples(floats=((-4.0, 4.0), (-4.0, 4.0)), ints=((-9, 9), (-9, 9)))
