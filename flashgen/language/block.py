@@ -15,11 +15,10 @@ from flashgen.ir.expr import Expr, Literal, Symbol, SymbolKind, literal
 from flashgen.ir.spec import MAX_CAPTURED, OP_ARGUMENTS
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.language import names, syntax
-from flashgen.language.constants import Value, fits
 from flashgen.language.expressions import Expressions
 from flashgen.language.frames import Meaning, Scope, TensorName, run_time_values
 from flashgen.language.imports import expressions_below
-from flashgen.language.nodes import Budget
+from flashgen.language.nodes import Budget, Value, fits
 from flashgen.language.report import Report
 
 PARAM_TYPES: Mapping[str, ScalarType] = {"f32": ScalarType.FLOAT, "i32": ScalarType.INT}
