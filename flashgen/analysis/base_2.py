@@ -5,14 +5,13 @@ Stage: analyse. In: a score. Out: log2(e) times it, and how large that may becom
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping
 
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.ranging import bounds
 from flashgen.analysis.simplify import simplify
-from flashgen.ir.build import apply
+from flashgen.ir.build import apply, conjunction
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, literal, walk
 from flashgen.ir.interval import FloatRange, Range
 from flashgen.ir.types import ScalarType
@@ -62,8 +61,7 @@ def bounding_condition(exponent: Expr) -> Expr | None:
     most = MOST_EXPONENT / unit
     if largest(most) > MOST_EXPONENT * (1 + 2.0**-20):  # in more than proportion
         return None
-    conditions = (apply("le", apply("abs", each), literal(most)) for each in params)
-    return functools.reduce(lambda x, y: apply("and", x, y), conditions)
+    return conjunction(*(apply("le", apply("abs", each), literal(most)) for each in params))
 
 
 def _by_term(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:

@@ -217,15 +217,8 @@ class Boxes:
     computed: bool = False
 
     def take(self, chosen: Flags) -> Boxes:
-        return replace(
-            self,
-            b=self.b[chosen],
-            h=self.h[chosen],
-            first_i=self.first_i[chosen],
-            last_i=self.last_i[chosen],
-            first_j=self.first_j[chosen],
-            last_j=self.last_j[chosen],
-        )
+        own = ("b", "h", "first_i", "last_i", "first_j", "last_j")
+        return replace(self, **{name: getattr(self, name)[chosen] for name in own})
 
 
 def classify(keep: Expr, tile: Tile, loads: LoadRange | None = None) -> TileClass:

@@ -2,7 +2,7 @@
 
 from flashgen.diagnostics.codes import CODES
 from flashgen.diagnostics.diagnostic import Diagnostic, Source, Span, in_reading_order
-from flashgen.diagnostics.render import SpecError, nearest, quoted_list, render
+from flashgen.diagnostics.render import SpecError, nearest, quoted_list, render, spoken_list
 
 __all__ = [
     "Span",
@@ -14,4 +14,5 @@ __all__ = [
     "in_reading_order",
     "nearest",
     "quoted_list",
+    "spoken_list",
 ]

@@ -167,7 +167,9 @@ def _likeness(name: str, candidate: str) -> float:
 
 def quoted_list(names: Iterable[str], conjunction: str = "or") -> str:
     """``'a'``, ``'a' or 'b'``, ``'a', 'b' or 'c'``."""
-    quoted = [f"'{name}'" for name in names]
-    if len(quoted) < 2:
-        return "".join(quoted)
-    return f"{', '.join(quoted[:-1])} {conjunction} {quoted[-1]}"
+    return spoken_list([f"'{name}'" for name in names], conjunction)
+
+
+def spoken_list(words: Sequence[str], conjunction: str = "or") -> str:
+    """``a``, ``a or b``, ``a, b or c``."""
+    return f" {conjunction} ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))

@@ -144,16 +144,6 @@ def sign(x: FloatRange) -> FloatRange:
     return FloatRange(min(lo, 0.0), max(hi, 0.0)) if x.may_be_nan else FloatRange(lo, hi)
 
 
-def min_(x: FloatRange, y: FloatRange) -> FloatRange:
-    """Monotone; NaN wins."""
-    return FloatRange(min(x.lo, y.lo), min(x.hi, y.hi), x.may_be_nan or y.may_be_nan)
-
-
-def max_(x: FloatRange, y: FloatRange) -> FloatRange:
-    """Monotone; NaN wins."""
-    return FloatRange(max(x.lo, y.lo), max(x.hi, y.hi), x.may_be_nan or y.may_be_nan)
-
-
 # Functions ------------------------------------------------------------------------------------------------------------
 
 

@@ -41,11 +41,7 @@ TypingRule = Callable[[str, tuple[ScalarType, ...]], Signature]
 
 def _refuse(spelling: str, wanted: str, types: tuple[ScalarType, ...], k: int, hint: str) -> TypingError:
     place = "" if len(types) == 1 else f" as operand {k + 1}"
-    return TypingError(f"'{spelling}' takes {wanted}, not {_noun(types[k])}{place}", argument=k, hint=hint)
-
-
-def _noun(scalar: ScalarType) -> str:
-    return {BOOL: "a bool", INT: "an int", FLOAT: "a float"}[scalar]
+    return TypingError(f"'{spelling}' takes {wanted}, not {types[k].noun}{place}", argument=k, hint=hint)
 
 
 def _numbers(spelling: str, types: tuple[ScalarType, ...]) -> ScalarType:
@@ -87,7 +83,7 @@ def equality(spelling: str, types: tuple[ScalarType, ...]) -> Signature:
         return Signature(types, BOOL)
     if BOOL in types:
         raise TypingError(
-            f"'{spelling}' cannot compare {_noun(types[0])} with {_noun(types[1])}",
+            f"'{spelling}' cannot compare {types[0].noun} with {types[1].noun}",
             argument=types.index(BOOL),
             hint="write int(…) to count a condition as 0 or 1",
         )
@@ -117,7 +113,7 @@ def selection(spelling: str, types: tuple[ScalarType, ...]) -> Signature:
     """bool, T, T → T, numbers promoted."""
     if types[0] is not BOOL:
         raise TypingError(
-            f"the condition of '{spelling}' must be a bool, not {_noun(types[0])}",
+            f"the condition of '{spelling}' must be a bool, not {types[0].noun}",
             argument=0,
             hint="compare it: '… != 0'",
         )
@@ -125,7 +121,7 @@ def selection(spelling: str, types: tuple[ScalarType, ...]) -> Signature:
         return Signature(types, BOOL)
     if BOOL in types[1:]:
         raise TypingError(
-            f"the branches of '{spelling}' are {_noun(types[1])} and {_noun(types[2])}",
+            f"the branches of '{spelling}' are {types[1].noun} and {types[2].noun}",
             argument=1 + types[1:].index(BOOL),
             hint="write int(…) to count a condition as 0 or 1",
         )

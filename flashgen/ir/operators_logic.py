@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flashgen.ir import interval, interval_float
-from flashgen.ir.interval import INT_MAX, INT_MIN, MASK32, Range
+from flashgen.ir.interval import INT_MAX, INT_MIN, MASK32, IntRange, Range
 from flashgen.ir.operators_base import (
     FLOAT,
     INT,
@@ -91,13 +91,21 @@ def _mul32(h: Any, c: int) -> Any:
 
 
 # uint32 h = 0x9E3779B9; for x: h ^= x, h *= 0x85EBCA6B, h ^= h >> 13, h *= 0xC2B2AE35, h ^= h >> 16; h & 0x7FFFFFFF
-def _hash(_xp: ArrayNamespace, *args: Any) -> Any:
+def _hash(_xp: Any, *args: Any) -> Any:
     h: Any = 0x9E3779B9
     for x in args:
         h = _mul32(h ^ (x & MASK32), 0x85EBCA6B)
         h = _mul32(h ^ (h >> 13), 0xC2B2AE35)
         h = h ^ (h >> 16)
     return h & INT_MAX
+
+
+def _hash_range(*args: IntRange) -> IntRange:
+    """Known where every argument is."""
+    if not all(x.is_point for x in args):
+        return IntRange(0, INT_MAX)
+    value = _hash(None, *(x.lo for x in args))
+    return IntRange(value, value)
 
 
 # On constants --------------------------------------------------------------------------------------------------------
@@ -244,7 +252,7 @@ ROWS = (
     ),
     row("popcount", "popcount", integer, _popcount, interval.popcount, Samples(ints=((-300, 300),)), Folding()),
     row(
-        *("hash", "hash", integer, _hash, interval.hash_, Samples(ints=(_ANY_INT,) * 3), Folding()),
+        *("hash", "hash", integer, _hash, _hash_range, Samples(ints=(_ANY_INT,) * 3), Folding()),
         cost=Cost(0, 20),
         arity=-1,
         most=None,

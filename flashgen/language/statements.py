@@ -39,9 +39,7 @@ def typed(
     """An expression of the wanted type; an int stands for a float."""
     value = Expressions(place, block).resolved(node, wanted)
     if value is not None and value.type is not wanted:
-        article = "an" if value.type is ScalarType.INT else "a"
-        noun = "an int" if wanted is ScalarType.INT else f"a {wanted}"
-        message = f"{place.title} must be {noun}, not {article} {value.type}"
+        message = f"{place.title} must be {wanted.noun}, not {value.type.noun}"
         block.report.add("E208", message, node.span, hints=tuple(hints))
         return None
     return value
@@ -281,7 +279,11 @@ def dropout(block: Block, statement: syntax.Single) -> Expr | None:
     if value is None:
         return None
     if isinstance(value, Literal):
-        return value if _is_probability(block, value, node.span) else None
+        if 0 <= value.value < 1:
+            return value
+        message = f"a dropout probability must be at least 0 and less than 1, not {value.value:g}"
+        block.report.add("E305", message, node.span)
+        return None
     if not isinstance(value, Symbol):
         message = "a dropout probability must be a constant or a single float param"
         block.report.add("E305", message, node.span, hints=("work it out where the op is called",))
@@ -293,14 +295,6 @@ def dropout(block: Block, statement: syntax.Single) -> Expr | None:
         block.report.add("E306", message, declared.grad, hints=("leave 'grad' out",))
         return None
     return value
-
-
-def _is_probability(block: Block, value: Literal, span: Span) -> bool:
-    if 0 <= value.value < 1:
-        return True
-    message = f"a dropout probability must be at least 0 and less than 1, not {value.value:g}"
-    block.report.add("E305", message, span)
-    return False
 
 
 # --- weights

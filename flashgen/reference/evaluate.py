@@ -14,7 +14,8 @@ Two rules make it safe and fair:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -161,6 +162,10 @@ def _common_shape(values: list[Tensor]) -> torch.Size:
 Value = Tensor | bool | int | float
 
 
+def _of_two(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Value, Value], Tensor]:
+    return lambda x, y: function(_tensor(x, y), _tensor(y, x))
+
+
 @dataclass(frozen=True)
 class TorchNamespace:
     """Torch in one working precision."""
@@ -172,6 +177,11 @@ class TorchNamespace:
     floor = staticmethod(torch.floor)
     ceil = staticmethod(torch.ceil)
     round = staticmethod(torch.round)
+    minimum = staticmethod(_of_two(torch.minimum))
+    maximum = staticmethod(_of_two(torch.maximum))
+    floor_divide = staticmethod(_of_two(functools.partial(torch.div, rounding_mode="floor")))
+    remainder = staticmethod(_of_two(torch.remainder))
+    pow = staticmethod(_of_two(torch.pow))
 
     def is_float(self, x: Value) -> bool:
         return x.is_floating_point() if isinstance(x, Tensor) else isinstance(x, float)
@@ -185,23 +195,8 @@ class TorchNamespace:
     def where(self, c: Tensor, x: Value, y: Value) -> Tensor:
         return torch.where(c, _like(x, y), _like(y, x))
 
-    def minimum(self, x: Value, y: Value) -> Tensor:
-        return torch.minimum(_tensor(x, y), _tensor(y, x))
-
-    def maximum(self, x: Value, y: Value) -> Tensor:
-        return torch.maximum(_tensor(x, y), _tensor(y, x))
-
     def clamp(self, x: Tensor, lo: Value, hi: Value) -> Tensor:
         return torch.clamp(x, _tensor(lo, x), _tensor(hi, x))
-
-    def floor_divide(self, x: Value, y: Value) -> Tensor:
-        return torch.div(_tensor(x, y), _tensor(y, x), rounding_mode="floor")
-
-    def remainder(self, x: Value, y: Value) -> Tensor:
-        return torch.remainder(_tensor(x, y), _tensor(y, x))
-
-    def pow(self, x: Value, y: Value) -> Tensor:
-        return torch.pow(_tensor(x, y), _tensor(y, x))
 
     def call(self, function: Library, x: Tensor) -> Tensor:
         computed: Tensor = getattr(torch, function.torch[0])(x)
