@@ -4,7 +4,7 @@
 same steps. A constraint bounds a ``Form``, a sum of terms of the row alone and of the column alone: j, i - j, i // 64 -
 j // 64, doc[b, i] - doc[b, j]. Points are values that are one number for a whole head.
 
-Comparisons of ints become such bounds: their sides, as sums (``linear.Linear``), equal what kernels compute modulo
+Comparisons of ints become such bounds: their sides, as sums (``ranging.Linear``), equal what kernels compute modulo
 2**32. A ``Bound`` or ``Unequal`` over the integers holds where none of the sides leaves 32 bits; None where a part is
 neither a row's nor a column's, or where 64 bits would not do.
 """
@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashgen.analysis.levels import Level, level_of
-from flashgen.analysis.linear import Linear
 from flashgen.analysis.prover import SIZE_LIMIT
+from flashgen.analysis.ranging import Linear
 from flashgen.analysis.simplify import make
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, index, literal

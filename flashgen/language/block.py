@@ -16,8 +16,8 @@ from flashgen.ir.spec import MAX_CAPTURED, OP_ARGUMENTS
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.language import names, syntax
 from flashgen.language.expressions import Expressions
-from flashgen.language.frames import Meaning, Scope, TensorName, run_time_values
 from flashgen.language.imports import expressions_below
+from flashgen.language.names import Meaning, Scope, TensorName, run_time_values
 from flashgen.language.nodes import Budget, Value, fits
 from flashgen.language.report import Report
 

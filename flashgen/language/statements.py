@@ -10,22 +10,14 @@ from dataclasses import replace
 
 from flashgen.diagnostics import Span
 from flashgen.ir.expr import Expr, Literal, Symbol
-from flashgen.ir.spec import (
-    CapturedTensor,
-    HeadDim,
-    Layout,
-    Param,
-    Schedule,
-    Select,
-)
+from flashgen.ir.spec import CapturedTensor, HeadDim, Layout, Param, Schedule, Select
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.ir.weights import FORMS, Form, Weights
 from flashgen.language import names, syntax
 from flashgen.language.block import ELEMENT_TYPES, PARAM_TYPES, Block
 from flashgen.language.expressions import Expressions
-from flashgen.language.frames import TensorName
 from flashgen.language.imports import expressions_below
-from flashgen.language.names import Site
+from flashgen.language.names import Site, TensorName
 from flashgen.language.report import suggestion
 
 MAX_HEAD_DIM = 576  # of multi-head latent attention: 512 and 64 for positions

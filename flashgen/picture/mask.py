@@ -28,10 +28,8 @@ from flashgen.ir.types import ScalarType
 from flashgen.op.selected import lowered_tensors
 from flashgen.op.tensor_kinds import as_arrays
 from flashgen.reference.dense import param_values
-from flashgen.reference.evaluate import Evaluator
-from flashgen.reference.guard import Guard
-from flashgen.verification.captured import realistic_captured, sizes_of, tensor_shape
-from flashgen.verification.inputs import fitting
+from flashgen.reference.evaluate import Evaluator, Guard
+from flashgen.verification.inputs import fitting, realistic_captured, sizes_of, tensor_shape
 
 DEFAULT_SHAPE = Shape(1, 8, 8, 1024, 1024)
 MOST_CELLS = 128  # a side: more cannot be told apart in a picture
