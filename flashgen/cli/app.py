@@ -30,8 +30,7 @@ from flashgen.cli.machine import cache, completion, devices, doctor
 from flashgen.cli.options import VARIABLE
 from flashgen.cli.plan import plan
 from flashgen.cli.show import show
-from flashgen.cli.tune import tune
-from flashgen.cli.verify import verify
+from flashgen.cli.verify import tune, verify
 from flashgen.diagnostics import SpecError
 from flashgen.version import __version__
 
