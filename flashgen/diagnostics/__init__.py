@@ -1,7 +1,6 @@
 """Diagnostics: what was wrong in a user's text, as data, and the one renderer that shows it."""
 
-from flashgen.diagnostics.codes import CODES
-from flashgen.diagnostics.diagnostic import Diagnostic, Source, Span, in_reading_order
+from flashgen.diagnostics.diagnostic import CODES, Diagnostic, Source, Span, in_reading_order
 from flashgen.diagnostics.render import SpecError, nearest, quoted_list, render, spoken_list
 
 __all__ = [
