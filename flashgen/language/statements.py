@@ -5,8 +5,9 @@ In: the syntax of a statement and the block that it stands in. Out: the part, or
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from flashgen.diagnostics import Span
 from flashgen.ir.expr import Expr, Literal, Symbol
@@ -404,31 +405,28 @@ _OF_TYPE: Mapping[str, tuple[Site, ScalarType, tuple[str, ...]]] = {
     ),
 }
 
+_RULES: Mapping[str, Callable[[Block, Any], object]] = {
+    "param": param,
+    "tensor": tensor,
+    "head_dim": head_dims,
+    "dtype": dtypes,
+    "layout": layout,
+    "select": select,
+    "schedule": schedule,
+    "weights": weights,
+    "dropout": dropout,
+}
+
 
 def meaning(block: Block, statement: syntax.Statement) -> object:
     """What a statement gives to the spec; None where it is wrong, or gives nothing by itself, as constants do."""
     match statement:
         case syntax.Let():
             block.define_let(statement)
-            return None
-        case syntax.Param():
-            return param(block, statement)
-        case syntax.Tensor():
-            return tensor(block, statement)
-        case syntax.HeadDims():
-            return head_dims(block, statement)
-        case syntax.Dtypes():
-            return dtypes(block, statement)
-        case syntax.Layout():
-            return layout(block, statement)
-        case syntax.Select():
-            return select(block, statement)
-        case syntax.Schedule():
-            return schedule(block, statement)
-        case syntax.Single(keyword="weights"):
-            return weights(block, statement)
-        case syntax.Single(keyword="dropout"):
-            return dropout(block, statement)
-        case syntax.Single(keyword=word):
+        case syntax.Const() | syntax.Broken():
+            pass  # constants are worked out when asked for; broken statements have been reported
+        case syntax.Single(keyword=word) if word in _OF_TYPE:
             return typed(block, statement.value, *_OF_TYPE[word])
-    return None  # constants are worked out when asked for; broken statements have been reported
+        case _:
+            return _RULES[statement.keyword](block, statement)
+    return None
