@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.prover import SIZE_LIMIT
-from flashgen.analysis.ranging import Linear
+from flashgen.analysis.ranging import Linear, range_of_form
 from flashgen.analysis.simplify import make
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, index, literal
-from flashgen.ir.interval import INT_MAX, INT_MIN
+from flashgen.ir.interval import INT_MAX, INT_MIN, IntRange
 from flashgen.ir.operators import OPERATORS
 from flashgen.ir.types import ScalarType
 
@@ -268,11 +268,7 @@ def has_opposite(total: Linear) -> bool:
 
 def natural_ends(total: Linear) -> tuple[int, int]:
     """The least and the largest value of a sum in any call."""
-    lo = hi = total.constant
-    for term, c in total.terms.items():
-        ends = [c * end for end in _natural_range(term)]
-        lo, hi = lo + min(ends), hi + max(ends)
-    return lo, hi
+    return range_of_form(total, lambda atom: IntRange(*_natural_range(atom)), {})
 
 
 def _natural_range(atom: Expr) -> tuple[int, int]:

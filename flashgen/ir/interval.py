@@ -225,40 +225,28 @@ def _from_bits(certain: int, possible: int) -> IntRange:
     return IntRange(lo - 2**32 if lo & _SIGN else lo, hi - 2**32 if hi & _SIGN else hi)
 
 
-def bitand(x: Range, y: Range) -> Range:
-    """Bools: and. Ints: by known bits; never above a non-negative operand."""
-    if isinstance(x, BoolRange) and isinstance(y, BoolRange):
-        return and_(x, y)
-    a, b = _int(x), _int(y)
-    found = _from_bits(_bits(a)[0] & _bits(b)[0], _bits(a)[1] & _bits(b)[1])
-    for operand in (a, b):
+def bitand(x: IntRange, y: IntRange) -> IntRange:
+    """By known bits; never above a non-negative operand."""
+    a, b = _bits(x), _bits(y)
+    found = _from_bits(a[0] & b[0], a[1] & b[1])
+    for operand in (x, y):
         if operand.lo >= 0:
             found = IntRange(max(found.lo, 0), min(found.hi, operand.hi))
     return found
 
 
-def bitor(x: Range, y: Range) -> Range:
-    """Bools: or. Ints: by known bits."""
-    if isinstance(x, BoolRange) and isinstance(y, BoolRange):
-        return or_(x, y)
-    a, b = _bits(_int(x)), _bits(_int(y))
+def bitor(x: IntRange, y: IntRange) -> IntRange:
+    """By known bits."""
+    a, b = _bits(x), _bits(y)
     return _from_bits(a[0] | b[0], a[1] | b[1])
 
 
-def bitxor(x: Range, y: Range) -> Range:
-    """Bools: differ. Ints: by known bits."""
-    if isinstance(x, BoolRange) and isinstance(y, BoolRange):
-        return ne(x, y)
-    a, b = _bits(_int(x)), _bits(_int(y))
+def bitxor(x: IntRange, y: IntRange) -> IntRange:
+    """By known bits."""
+    a, b = _bits(x), _bits(y)
     unknown = (a[0] ^ a[1]) | (b[0] ^ b[1])
     known = (a[0] ^ b[0]) & ~unknown
     return _from_bits(known, known | unknown)
-
-
-def _int(x: Range) -> IntRange:
-    if not isinstance(x, IntRange):
-        raise TypeError(f"not a range of ints: {x}")
-    return x
 
 
 def shl(x: IntRange, n: IntRange) -> IntRange:

@@ -12,7 +12,7 @@ from enum import IntEnum
 from typing import Any, Protocol
 
 from flashgen.ir.expr import Apply, Expr, literal
-from flashgen.ir.interval import MASK32, FloatRange, Range
+from flashgen.ir.interval import MASK32, IntRange, Range
 from flashgen.ir.types import ScalarType
 
 BOOL, INT, FLOAT = ScalarType.BOOL, ScalarType.INT, ScalarType.FLOAT
@@ -391,11 +391,11 @@ def _count(n: int) -> str:
     return f"{n} argument" if n == 1 else f"{n} arguments"
 
 
-def either(on_ints: Callable[..., Range], on_floats: Callable[..., Range]) -> Callable[..., Range]:
-    """The range rule of an operator that is typed by ``numeric``."""
+def either(on_ints: Callable[..., Range], on_others: Callable[..., Range]) -> Callable[..., Range]:
+    """The range rule of an operator that is typed by ``numeric``, on floats, too, or by ``bitwise``, on bools, too."""
 
     def rule(*args: Range) -> Range:
-        return on_floats(*args) if isinstance(args[0], FloatRange) else on_ints(*args)
+        return on_ints(*args) if isinstance(args[0], IntRange) else on_others(*args)
 
     return rule
 

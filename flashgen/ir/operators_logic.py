@@ -30,6 +30,7 @@ from flashgen.ir.operators_base import (
     bitwise,
     comparison,
     conversion,
+    either,
     equality,
     far_too_large,
     folding,
@@ -133,6 +134,11 @@ def _saturated(x: float) -> int:
     return max(INT_MIN, min(INT_MAX, int(x)))
 
 
+# Ranges: one rule for ints, one for bools.
+_BITAND = either(interval.bitand, interval.and_)
+_BITOR = either(interval.bitor, interval.or_)
+_BITXOR = either(interval.bitxor, interval.ne)
+
 _CHOSEN = folding(lambda c, x, y: x if c else y)
 
 _ONE_BIT, _LOGIC = Samples(ints=((0, 1),)), Samples(ints=((0, 1), (0, 1)))
@@ -194,9 +200,9 @@ ROWS = (
         strength=Strength.NOT,
         interval_c="not_",
     ),
-    _of_bits("bitand", "&", bitwise, operator.and_, interval.bitand, _BITS, "&", Strength.BIT_AND),
-    _of_bits("bitor", "|", bitwise, operator.or_, interval.bitor, _BITS, "|", Strength.BIT_OR),
-    _of_bits("bitxor", "^", bitwise, operator.xor, interval.bitxor, _BITS, "^", Strength.BIT_XOR),
+    _of_bits("bitand", "&", bitwise, operator.and_, _BITAND, _BITS, "&", Strength.BIT_AND),
+    _of_bits("bitor", "|", bitwise, operator.or_, _BITOR, _BITS, "|", Strength.BIT_OR),
+    _of_bits("bitxor", "^", bitwise, operator.xor, _BITXOR, _BITS, "^", Strength.BIT_XOR),
     row(
         "shl",
         "<<",
