@@ -143,7 +143,6 @@ _CHOSEN = folding(lambda c, x, y: x if c else y)
 
 _ONE_BIT, _LOGIC = Samples(ints=((0, 1),)), Samples(ints=((0, 1), (0, 1)))
 _ANY_INT = (-(2**31), 2**31 - 1)
-_COUNT = (-3, 35)
 _CHOICE = Samples(floats=((0.0, 1.0), (-4.0, 4.0), (-4.0, 4.0)), ints=((0, 1), (-9, 9), (-9, 9)))
 
 
@@ -185,6 +184,21 @@ def _of_bits(
     )
 
 
+def _shifted(
+    name: str,
+    spelling: str,
+    meaning: Callable[..., Any],
+    interval_rule: Callable[..., Range],
+    most: int,
+    fold: Callable[[int, int], int],
+    c: str,
+) -> Operator:
+    """The row of a shift, which tests sample up to ``most``."""
+    samples = Samples(ints=((-most, most), (-3, 35)))
+    parts = (name, spelling, integer, meaning, interval_rule, samples, Folding(ints=fold))
+    return row(*parts, c=c, strength=Strength.SHIFT)
+
+
 ROWS = (
     _compared("lt", "<", comparison, operator.lt, interval.lt, opposite="ge", flipped="gt"),
     _compared("le", "<=", comparison, operator.le, interval.le, opposite="gt", flipped="ge"),
@@ -203,28 +217,8 @@ ROWS = (
     _of_bits("bitand", "&", bitwise, operator.and_, _BITAND, _BITS, "&", Strength.BIT_AND),
     _of_bits("bitor", "|", bitwise, operator.or_, _BITOR, _BITS, "|", Strength.BIT_OR),
     _of_bits("bitxor", "^", bitwise, operator.xor, _BITXOR, _BITS, "^", Strength.BIT_XOR),
-    row(
-        "shl",
-        "<<",
-        integer,
-        _shl,
-        interval.shl,
-        Samples(ints=((-70, 70), _COUNT)),
-        Folding(ints=_left),
-        c="shift_left",
-        strength=Strength.SHIFT,
-    ),
-    row(
-        "shr",
-        ">>",
-        integer,
-        _shr,
-        interval.shr,
-        Samples(ints=((-7000, 7000), _COUNT)),
-        Folding(ints=_right),
-        c="shift_right",
-        strength=Strength.SHIFT,
-    ),
+    _shifted("shl", "<<", _shl, interval.shl, 70, _left, "shift_left"),
+    _shifted("shr", ">>", _shr, interval.shr, 7000, _right, "shift_right"),
     row(
         "where",
         "where",

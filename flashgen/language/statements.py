@@ -101,21 +101,12 @@ def dtypes(block: Block, statement: syntax.Dtypes) -> tuple[ElementType, ...] | 
 
 
 _OTHER_SPELLINGS = {
-    "float": "f32",
-    "float32": "f32",
-    "fp32": "f32",
-    "half": "f16",
-    "float16": "f16",
-    "fp16": "f16",
-    "fp8": "f8e4m3",
-    "f8": "f8e4m3",
-    "e4m3": "f8e4m3",
-    "float8_e4m3fn": "f8e4m3",
+    **dict.fromkeys(("float", "float32", "fp32"), "f32"),
+    **dict.fromkeys(("half", "float16", "fp16"), "f16"),
+    **dict.fromkeys(("fp8", "f8", "e4m3", "float8_e4m3fn"), "f8e4m3"),
     "bfloat16": "bf16",
-    "int": "i32",
-    "int32": "i32",
-    "long": "i64",
-    "int64": "i64",
+    **dict.fromkeys(("int", "int32"), "i32"),
+    **dict.fromkeys(("long", "int64"), "i64"),
     "boolean": "bool",
 }
 

@@ -52,7 +52,6 @@ class MaskPicture:
     """
 
     spec_name: str
-    head_dim: HeadDim
     shape: Shape
     batch: int
     head: int
@@ -121,7 +120,6 @@ def mask_picture(
     kept, share, exact = _sample(scene, pixels, seed)
     return MaskPicture(
         spec_name=spec.name,
-        head_dim=head_dim,
         shape=shape,
         batch=batch,
         head=head,
