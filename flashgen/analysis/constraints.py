@@ -4,7 +4,7 @@
 same steps. A constraint bounds a ``Form``, a sum of terms of the row alone and of the column alone: j, i - j, i // 64 -
 j // 64, doc[b, i] - doc[b, j]. Points are values that are one number for a whole head.
 
-Comparisons of ints become such bounds: their sides, as sums (``linear.Linear``), equal what kernels compute modulo
+Comparisons of ints become such bounds: their sides, as sums (``ranging.Linear``), equal what kernels compute modulo
 2**32. A ``Bound`` or ``Unequal`` over the integers holds where none of the sides leaves 32 bits; None where a part is
 neither a row's nor a column's, or where 64 bits would not do.
 """
@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from flashgen.analysis.levels import Level, level_of
-from flashgen.analysis.linear import Linear
 from flashgen.analysis.prover import SIZE_LIMIT
+from flashgen.analysis.ranging import Linear, range_of_form
 from flashgen.analysis.simplify import make
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, index, literal
-from flashgen.ir.interval import INT_MAX, INT_MIN
+from flashgen.ir.interval import INT_MAX, INT_MIN, IntRange
 from flashgen.ir.operators import OPERATORS
 from flashgen.ir.types import ScalarType
 
@@ -268,11 +268,7 @@ def has_opposite(total: Linear) -> bool:
 
 def natural_ends(total: Linear) -> tuple[int, int]:
     """The least and the largest value of a sum in any call."""
-    lo = hi = total.constant
-    for term, c in total.terms.items():
-        ends = [c * end for end in _natural_range(term)]
-        lo, hi = lo + min(ends), hi + max(ends)
-    return lo, hi
+    return range_of_form(total, lambda atom: IntRange(*_natural_range(atom)), {})
 
 
 def _natural_range(atom: Expr) -> tuple[int, int]:

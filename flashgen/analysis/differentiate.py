@@ -19,12 +19,9 @@ from enum import IntEnum
 from functools import reduce
 
 from flashgen.analysis.simplify import simplify
-from flashgen.ir.expr import Apply, Expr, Literal, literal, walk
+from flashgen.ir.expr import Apply, Expr, Literal, walk
 from flashgen.ir.operators import OPERATORS
-from flashgen.ir.types import ScalarType
-
-_ZERO, _ONE = literal(0.0), literal(1.0)
-_BOOL, _FLOAT = ScalarType.BOOL, ScalarType.FLOAT
+from flashgen.ir.operators_base import FLOAT, ONE, ZERO, bool_node, real_node
 
 
 def derivative(expr: Expr, wrt: Expr) -> Expr:
@@ -34,7 +31,7 @@ def derivative(expr: Expr, wrt: Expr) -> Expr:
 
 def derivatives(expr: Expr, wrt: Sequence[Expr]) -> dict[Expr, Expr]:
     """``derivative`` by each of ``wrt``."""
-    found: dict[Expr, Expr] = dict.fromkeys(wrt, _ZERO)
+    found: dict[Expr, Expr] = dict.fromkeys(wrt, ZERO)
     below = _below(expr, found)
     alone = below.variable.get(expr)
     if alone is not None:
@@ -92,7 +89,7 @@ def _below(expr: Expr, variables: Mapping[Expr, object]) -> _Below:
         if (isinstance(node, Literal) and math.isinf(node.value)) or any(each in infinite for each in node.children):
             infinite.add(node)
         if node in variables:
-            found[node], derivative_of[node] = node, _Factor(_ONE)
+            found[node], derivative_of[node] = node, _Factor(ONE)
             continue
         own = [(k, each) for k, each in _partials(node) if node.children[k] in found]
         if not own:
@@ -108,15 +105,15 @@ def _below(expr: Expr, variables: Mapping[Expr, object]) -> _Below:
 
 def _partials(node: Expr) -> Iterator[tuple[int, Expr]]:
     """∂node/∂argument, where it is not 0."""
-    if isinstance(node, Apply) and node.type is _FLOAT and (rule := OPERATORS[node.op].derivative) is not None:
+    if isinstance(node, Apply) and node.type is FLOAT and (rule := OPERATORS[node.op].derivative) is not None:
         for k, arg in enumerate(node.args):
-            if arg.type is _FLOAT and (partial := rule(node.args, k)) != _ZERO:
+            if arg.type is FLOAT and (partial := rule(node.args, k)) != ZERO:
                 yield k, partial
 
 
 def _from_above(root: Expr, below: _Below) -> Iterator[tuple[Expr, Expr]]:
     """The derivatives by each variable as terms, from the root down to nodes with one variable left."""
-    above = {root: _Factor(_ONE)}
+    above = {root: _Factor(ONE)}
     for node in reversed([each for each, variable in below.variable.items() if variable is None]):
         if node not in above:
             continue
@@ -139,7 +136,7 @@ def _times(partial: Expr, factor: _Factor, over_infinity: bool, *, from_above: b
     if isinstance(partial, Apply) and partial.op == "where":
         chosen = max(chosen, _Chosen.ON_TOP) if _has_zero(partial) and _is_flat(partial) else _Chosen.DEEPER
     if factor.infinite:
-        product = _where(_logic("eq", partial, _ZERO), _ZERO, product)
+        product = _where(bool_node("eq", partial, ZERO), ZERO, product)
     infinite = over_infinity and not _has_literals_only(partial)
     return _Factor(_guarded(product, partial, factor, infinite), chosen, factor.infinite or infinite)
 
@@ -151,7 +148,7 @@ def _guarded(product: Expr, partial: Expr, factor: _Factor, infinite: bool = Fal
     """
     if _has_literals_only(partial) or not (factor.chosen is _Chosen.DEEPER or infinite):
         return product
-    return _where(_logic("eq", factor.value, _ZERO), _ZERO, product)
+    return _where(bool_node("eq", factor.value, ZERO), ZERO, product)
 
 
 def _has_literals_only(partial: Expr) -> bool:
@@ -174,11 +171,11 @@ def _product(partial: Expr, inner: Expr, *, from_above: bool = False) -> Expr:
 
     ``from_above``: the inner factor, which stands above, is written first.
     """
-    if partial == _ONE:
+    if partial == ONE:
         return inner
-    if inner == _ONE or partial == _ZERO:
+    if inner == ONE or partial == ZERO:
         return partial
-    if inner == _ZERO:
+    if inner == ZERO:
         return inner
     if isinstance(partial, Apply) and partial.op == "where":
         c, x, y = partial.args
@@ -187,33 +184,29 @@ def _product(partial: Expr, inner: Expr, *, from_above: bool = False) -> Expr:
     if isinstance(inner, Apply) and _has_zero(inner):
         c, x, y = inner.args
         return _where(c, *(_product(partial, each, from_above=from_above) for each in (x, y)))
-    return Apply(_FLOAT, op="mul", args=(inner, partial) if from_above else (partial, inner))
+    return real_node("mul", *((inner, partial) if from_above else (partial, inner)))
 
 
 def _where(c: Expr, x: Expr, y: Expr) -> Expr:
     """``x if c else y``; a choice against 0 inside another is merged with it, so that products enter both."""
-    if y == _ZERO and isinstance(x, Apply) and _has_zero(x):
+    if y == ZERO and isinstance(x, Apply) and _has_zero(x):
         inner, here, there = x.args
-        if here == _ZERO:
-            inner, here = _logic("not", inner), there
-        return Apply(_FLOAT, op="where", args=(_logic("and", c, inner), here, _ZERO))
-    if x == _ZERO and isinstance(y, Apply) and _has_zero(y):
+        if here == ZERO:
+            inner, here = bool_node("not", inner), there
+        return real_node("where", bool_node("and", c, inner), here, ZERO)
+    if x == ZERO and isinstance(y, Apply) and _has_zero(y):
         inner, here, there = y.args
-        if there == _ZERO:
-            inner, there = _logic("not", inner), here
-        return Apply(_FLOAT, op="where", args=(_logic("or", c, inner), _ZERO, there))
-    return Apply(_FLOAT, op="where", args=(c, x, y))
+        if there == ZERO:
+            inner, there = bool_node("not", inner), here
+        return real_node("where", bool_node("or", c, inner), ZERO, there)
+    return real_node("where", c, x, y)
 
 
 def _has_zero(expr: Expr) -> bool:
-    return isinstance(expr, Apply) and expr.op == "where" and _ZERO in expr.args[1:]
-
-
-def _logic(op: str, *args: Expr) -> Expr:
-    return Apply(_BOOL, op=op, args=args)
+    return isinstance(expr, Apply) and expr.op == "where" and ZERO in expr.args[1:]
 
 
 def _sum(x: Expr, y: Expr) -> Expr:
-    if x == _ZERO:
+    if x == ZERO:
         return y
-    return x if y == _ZERO else Apply(_FLOAT, op="add", args=(x, y))
+    return x if y == ZERO else real_node("add", x, y)

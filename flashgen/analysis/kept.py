@@ -39,8 +39,8 @@ from flashgen.analysis.constraints import (
     sum_of,
 )
 from flashgen.analysis.levels import Level, level_of
-from flashgen.analysis.linear import Linear
 from flashgen.analysis.prover import SIZE_LIMIT
+from flashgen.analysis.ranging import Linear
 from flashgen.analysis.simplify import make
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol
 from flashgen.ir.interval import INT_MAX

@@ -2,7 +2,7 @@
 
 Stage: analyse and after. In: a mask over positions alone, and the ranges of a tile. Out: whether ranges decide such a
 mask exactly (``is_decided``), and where the tile is cut: at the blocks of the mask, then at multiples of powers of two.
-A tile that holds parts of several blocks, or several rows of an image, has the class that its parts have. ``boxes.py``
+A tile that holds parts of several blocks, or several rows of an image, has the class that its parts have. ``tiles.py``
 follows the cuts; so do GPU kernels (``templates/include/flashgen/pieces.cuh``), which otherwise had to load the tile to
 check its pairs. The number of cuts is limited; a tile that is still open counts as PARTIAL. Masks that read captured
 tensors are not cut, as their values are known for sixteen rows or columns at a time.

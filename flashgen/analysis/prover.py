@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from flashgen.analysis.linear import Linear, range_of_form
-from flashgen.analysis.ranging import NO_FACTS, Facts, RangeEvaluator
+from flashgen.analysis.ranging import NO_FACTS, Facts, Linear, RangeEvaluator, range_of_form
 from flashgen.analysis.simplify import make
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Apply, Expr, Literal, Symbol, SymbolKind, index, literal, size

@@ -26,22 +26,10 @@ from flashgen.analysis.bounds import IndexProof, known_symbols, prove_indices
 from flashgen.analysis.differentiate import derivative, derivatives
 from flashgen.analysis.factors import factor_of_dot, gathered, is_of_launch
 from flashgen.analysis.levels import Level, level_of
-from flashgen.analysis.masked_score import split_masked_score
-from flashgen.analysis.selection import ListedBlocks, lowered
+from flashgen.analysis.selection import ListedBlocks, lowered, split_masked_score
 from flashgen.analysis.simplify import canonical_weights, simplify
 from flashgen.ir.build import apply
-from flashgen.ir.expr import (
-    Apply,
-    Expr,
-    Literal,
-    Load,
-    Symbol,
-    SymbolKind,
-    literal,
-    score_input,
-    substitute,
-    walk,
-)
+from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind, literal, score_input, substitute, walk
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.weights import Weights
 from flashgen.kinds.dense import DENSE

@@ -13,8 +13,7 @@ from typing import Any
 
 import click
 
-from flashgen.cli.build import build
-from flashgen.cli.check import check
+from flashgen.cli.build import build, check, import_
 from flashgen.cli.console import (
     INTERRUPTED,
     JSON_WANTED,
@@ -24,15 +23,14 @@ from flashgen.cli.console import (
     note,
     print_json_error,
     show_diagnostics,
+    tool,
+    tools,
 )
-from flashgen.cli.import_ import import_
 from flashgen.cli.machine import cache, completion, devices, doctor
 from flashgen.cli.options import VARIABLE
 from flashgen.cli.plan import plan
 from flashgen.cli.show import show
-from flashgen.cli.tools import tool, tools
-from flashgen.cli.tune import tune
-from flashgen.cli.verify import verify
+from flashgen.cli.verify import tune, verify
 from flashgen.diagnostics import SpecError
 from flashgen.version import __version__
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from flashgen.cli.console import note, print_json, print_table
+from flashgen.cli.console import note, print_json, print_table, tool
 from flashgen.cli.options import (
     Constant,
     check_countable,
@@ -22,7 +22,6 @@ from flashgen.cli.options import (
     shape_option,
     spec_argument,
 )
-from flashgen.cli.tools import tool
 from flashgen.ir.shape import Shape
 
 if TYPE_CHECKING:
@@ -189,12 +188,12 @@ def _alike(passes: Sequence[PassReport]) -> Mapping[str, PassReport]:
     """The passes by name; element types of which everything is said alike share one, as f16 and bf16 do."""
     groups: list[list[PassReport]] = []
     for each in passes:
-        same = (group for group in groups if replace(each, element=group[0].element).to_json() == group[0].to_json())
-        group = next(same, None)
-        if group is None:
-            groups.append([each])
+        for group in groups:
+            if replace(each, element=group[0].element).to_json() == group[0].to_json():
+                group.append(each)
+                break
         else:
-            group.append(each)
+            groups.append([each])
     return {f"{group[0].name}, {' and '.join(str(each.element) for each in group)}": group[0] for group in groups}
 
 

@@ -88,7 +88,7 @@ def show(
         of = (spec, spec.head_dims[0], chosen, tile.Br, tile.Bc)
         pictures.append(mask_picture(*of, batch=batch, head=head, seed=seed))
     if output is not None:
-        from flashgen.picture.figure import save_figure
+        from flashgen.picture.paint import save_figure
 
         save_figure(pictures[0], output)
         note(f"wrote {output}")

@@ -1,9 +1,7 @@
 """Diagnostics: what was wrong in a user's text, as data, and the one renderer that shows it."""
 
-from flashgen.diagnostics.codes import CODES
-from flashgen.diagnostics.diagnostic import Diagnostic, Source, Span, in_reading_order
-from flashgen.diagnostics.names import nearest, quoted_list
-from flashgen.diagnostics.render import SpecError, render
+from flashgen.diagnostics.diagnostic import CODES, Diagnostic, Source, Span, in_reading_order
+from flashgen.diagnostics.render import SpecError, nearest, quoted_list, render, spoken_list
 
 __all__ = [
     "Span",
@@ -15,4 +13,5 @@ __all__ = [
     "in_reading_order",
     "nearest",
     "quoted_list",
+    "spoken_list",
 ]

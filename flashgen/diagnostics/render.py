@@ -14,8 +14,9 @@ first line count characters of the text; carets are placed by the width that cha
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 
 from flashgen.diagnostics.diagnostic import Diagnostic, Source, Span
 
@@ -132,3 +133,43 @@ class SpecError(Exception):
 
     def __str__(self) -> str:
         return render(self.diagnostics, self.sources)
+
+
+_LONGEST_COMPARED = 60
+
+
+def nearest(name: str, known: Iterable[str], *, limit: int = 1) -> tuple[str, ...]:
+    """The known names that a misspelt one probably stands for, best first; empty where none is close."""
+    if len(name) > _LONGEST_COMPARED:
+        return ()
+    scored = []
+    for candidate in sorted(set(known)):
+        score = _likeness(name, candidate)
+        if score >= 0.7:
+            scored.append((-score, candidate))
+    return tuple(candidate for _, candidate in sorted(scored)[:limit])
+
+
+def _likeness(name: str, candidate: str) -> float:
+    """1 for equal names; where only case and underscores differ just below; else the share of common text."""
+    if name == candidate:
+        return 1.0
+    if name.replace("_", "").lower() == candidate.replace("_", "").lower():
+        return 0.99
+    if min(len(name), len(candidate)) < 2:
+        return 0.0
+    if len(name) >= 3 and sorted(name) == sorted(candidate):
+        return 0.95
+    if len(name) >= 4 and candidate.startswith(name):
+        return 0.9
+    return SequenceMatcher(None, name.lower(), candidate.lower()).ratio()
+
+
+def quoted_list(names: Iterable[str], conjunction: str = "or") -> str:
+    """``'a'``, ``'a' or 'b'``, ``'a', 'b' or 'c'``."""
+    return spoken_list([f"'{name}'" for name in names], conjunction)
+
+
+def spoken_list(words: Sequence[str], conjunction: str = "or") -> str:
+    """``a``, ``a or b``, ``a, b or c``."""
+    return f" {conjunction} ".join(filter(None, (", ".join(words[:-1]), *words[-1:])))

@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashgen.analysis.boxes import Boxes, classify_boxes
 from flashgen.analysis.selection import read_of_calls, selection_of
-from flashgen.analysis.tiles import TileClass, loads_of
+from flashgen.analysis.tiles import Boxes, TileClass, classify_boxes, loads_of
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.ir.expr import Load, Symbol, SymbolKind, index_set, walk
 from flashgen.ir.shape import Shape

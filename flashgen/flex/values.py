@@ -21,7 +21,7 @@ from flashgen.flex.stand_ins import Cell, Cells, Symbolic, TensorRow, array_of, 
 from flashgen.ir.build import TypingError, apply, power
 from flashgen.ir.expr import MAX_DEPTH, MAX_SIZE, Apply, Expr, Literal, Load, Symbol, SymbolKind, literal, walk
 from flashgen.ir.types import ElementType, ScalarType
-from flashgen.language.constants import ConstantError, fits, fold
+from flashgen.language.nodes import ConstantError, fits, fold
 
 BOOL, INT, FLOAT = ScalarType.BOOL, ScalarType.INT, ScalarType.FLOAT
 

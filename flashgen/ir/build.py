@@ -17,16 +17,14 @@ from flashgen.ir.types import ScalarType
 
 __all__ = ["TypingError", "apply", "conjunction", "constant", "constant_value", "disjunction", "fold", "power"]
 
-_NESTED = ("min", "max")  # take two operands in the table, two or more in the language
-
 
 def apply(op: str, *args: Expr, span: Span | None = None) -> Expr:
     """The node ``op(args)``; ints among floats are converted; raises ``TypingError``.
 
-    ``min`` and ``max`` of more than two nest to the left. ``**`` goes through ``power``. Converting a value to the
-    type that it has returns it as it is.
+    ``min`` and ``max``, which take two operands in the table, nest to the left. ``**`` goes through ``power``.
+    Converting a value to the type that it has returns it as it is.
     """
-    if op in _NESTED and len(args) > 2:
+    if op in ("min", "max") and len(args) > 2:
         return reduce(lambda x, y: apply(op, x, y, span=span), args)
     row = OPERATORS[op]
     signature = row.signature(tuple(arg.type for arg in args))

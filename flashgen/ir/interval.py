@@ -2,14 +2,15 @@
 
 Stage: IR. In: ranges of arguments. Out: a range that holds every value that any backend can compute.
 Never wrong; where nothing is known the range is wide. The rules on floats are in ``interval_float.py``; comparisons,
-``where`` and ``hull`` here take every type. ``templates/include/flashgen/ranges.h`` is the same in C++. Does NOT know
-expressions (``analysis/bounds.py``).
+``min``, ``max``, ``where`` and ``hull`` here take every type. ``templates/include/flashgen/ranges.h`` is the same in
+C++. Does NOT know expressions (``analysis/bounds.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from flashgen.ir.types import ScalarType
 
@@ -207,16 +208,6 @@ def sign(x: IntRange) -> IntRange:
     return IntRange((x.lo > 0) - (x.lo < 0), (x.hi > 0) - (x.hi < 0))
 
 
-def min_(x: IntRange, y: IntRange) -> IntRange:
-    """Monotone."""
-    return IntRange(min(x.lo, y.lo), min(x.hi, y.hi))
-
-
-def max_(x: IntRange, y: IntRange) -> IntRange:
-    """Monotone."""
-    return IntRange(max(x.lo, y.lo), max(x.hi, y.hi))
-
-
 # Bits -----------------------------------------------------------------------------------------------------------------
 
 
@@ -234,40 +225,28 @@ def _from_bits(certain: int, possible: int) -> IntRange:
     return IntRange(lo - 2**32 if lo & _SIGN else lo, hi - 2**32 if hi & _SIGN else hi)
 
 
-def bitand(x: Range, y: Range) -> Range:
-    """Bools: and. Ints: by known bits; never above a non-negative operand."""
-    if isinstance(x, BoolRange) and isinstance(y, BoolRange):
-        return and_(x, y)
-    a, b = _int(x), _int(y)
-    found = _from_bits(_bits(a)[0] & _bits(b)[0], _bits(a)[1] & _bits(b)[1])
-    for operand in (a, b):
+def bitand(x: IntRange, y: IntRange) -> IntRange:
+    """By known bits; never above a non-negative operand."""
+    a, b = _bits(x), _bits(y)
+    found = _from_bits(a[0] & b[0], a[1] & b[1])
+    for operand in (x, y):
         if operand.lo >= 0:
             found = IntRange(max(found.lo, 0), min(found.hi, operand.hi))
     return found
 
 
-def bitor(x: Range, y: Range) -> Range:
-    """Bools: or. Ints: by known bits."""
-    if isinstance(x, BoolRange) and isinstance(y, BoolRange):
-        return or_(x, y)
-    a, b = _bits(_int(x)), _bits(_int(y))
+def bitor(x: IntRange, y: IntRange) -> IntRange:
+    """By known bits."""
+    a, b = _bits(x), _bits(y)
     return _from_bits(a[0] | b[0], a[1] | b[1])
 
 
-def bitxor(x: Range, y: Range) -> Range:
-    """Bools: differ. Ints: by known bits."""
-    if isinstance(x, BoolRange) and isinstance(y, BoolRange):
-        return ne(x, y)
-    a, b = _bits(_int(x)), _bits(_int(y))
+def bitxor(x: IntRange, y: IntRange) -> IntRange:
+    """By known bits."""
+    a, b = _bits(x), _bits(y)
     unknown = (a[0] ^ a[1]) | (b[0] ^ b[1])
     known = (a[0] ^ b[0]) & ~unknown
     return _from_bits(known, known | unknown)
-
-
-def _int(x: Range) -> IntRange:
-    if not isinstance(x, IntRange):
-        raise TypeError(f"not a range of ints: {x}")
-    return x
 
 
 def shl(x: IntRange, n: IntRange) -> IntRange:
@@ -290,24 +269,6 @@ def popcount(x: IntRange) -> IntRange:
     """The known ones, and as many more as there are unknown bits."""
     certain, possible = _bits(x)
     return IntRange(certain.bit_count(), possible.bit_count())
-
-
-def hash_value(*args: int) -> int:
-    """The operator ``hash`` on Python ints."""
-    h = 0x9E3779B9
-    for x in args:
-        h = ((h ^ x) * 0x85EBCA6B) & MASK32
-        h = ((h ^ (h >> 13)) * 0xC2B2AE35) & MASK32
-        h ^= h >> 16
-    return h & INT_MAX
-
-
-def hash_(*args: IntRange) -> IntRange:
-    """Known where every argument is."""
-    if all(x.is_point for x in args):
-        value = hash_value(*(x.lo & MASK32 for x in args))
-        return IntRange(value, value)
-    return IntRange(0, INT_MAX)
 
 
 # Comparisons and logic ------------------------------------------------------------------------------------------------
@@ -368,6 +329,19 @@ def or_(x: BoolRange, y: BoolRange) -> BoolRange:
 def not_(x: BoolRange) -> BoolRange:
     """The other."""
     return BoolRange(x.may_be_true, x.may_be_false)
+
+
+def _extreme(choose: Callable[[float, float], Any]) -> Callable[[Any, Any], Any]:
+    """The rule of min or max, on ints or floats: monotone; NaN wins."""
+
+    def rule(x: IntRange | FloatRange, y: IntRange | FloatRange) -> Range:
+        lo, hi = choose(x.lo, y.lo), choose(x.hi, y.hi)
+        return FloatRange(lo, hi, _nan(x, y)) if isinstance(x, FloatRange) else IntRange(lo, hi)
+
+    return rule
+
+
+min_, max_ = _extreme(min), _extreme(max)
 
 
 def where(c: BoolRange, x: Range, y: Range) -> Range:

@@ -8,10 +8,11 @@ place: ``_approximate`` widens by ``RELATIVE`` and ``ABSOLUTE``, far more than t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
-from flashgen.ir.interval import FULL_FLOAT, INF, INT_MAX, INT_MIN, BoolRange, FloatRange, IntRange, Range
+from flashgen.ir.interval import FULL_FLOAT, INF, INT_MAX, INT_MIN, BoolRange, FloatRange, IntRange, Range, max_
 
 FLOAT_MAX = (2.0 - 2.0**-23) * 2.0**127
 FLOAT_TINY = 2.0**-126  # the smallest normal number; smaller ones may be flushed to zero
@@ -144,16 +145,6 @@ def sign(x: FloatRange) -> FloatRange:
     return FloatRange(min(lo, 0.0), max(hi, 0.0)) if x.may_be_nan else FloatRange(lo, hi)
 
 
-def min_(x: FloatRange, y: FloatRange) -> FloatRange:
-    """Monotone; NaN wins."""
-    return FloatRange(min(x.lo, y.lo), min(x.hi, y.hi), x.may_be_nan or y.may_be_nan)
-
-
-def max_(x: FloatRange, y: FloatRange) -> FloatRange:
-    """Monotone; NaN wins."""
-    return FloatRange(max(x.lo, y.lo), max(x.hi, y.hi), x.may_be_nan or y.may_be_nan)
-
-
 # Functions ------------------------------------------------------------------------------------------------------------
 
 
@@ -208,9 +199,7 @@ def logistic(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
-def relu(x: FloatRange) -> FloatRange:
-    """max(x, 0)."""
-    return FloatRange(max(x.lo, 0.0), max(x.hi, 0.0), x.may_be_nan)
+relu = functools.partial(max_, FloatRange(0.0, 0.0))
 
 
 def _valley(function: Callable[[float], float], bottom: float, least: float) -> Callable[[FloatRange], FloatRange]:

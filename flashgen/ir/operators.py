@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 
 from flashgen.ir import operators_arithmetic, operators_functions, operators_logic
-from flashgen.ir.operators_base import ArrayNamespace, Library, NoValueError, Operator, Samples
-from flashgen.ir.operators_typing import Signature, TypingError
+from flashgen.ir.operators_base import ArrayNamespace, Library, NoValueError, Operator, Samples, Signature, TypingError
 
 __all__ = ["OPERATORS", "ArrayNamespace", "Library", "NoValueError", "Operator", "Samples", "Signature", "TypingError"]
 

@@ -29,14 +29,16 @@ from flashgen.ir.operators_base import (
     either,
     far_too_large,
     folding,
+    integer,
     nonzero,
+    numeric,
     partials,
     plain,
+    real,
     real_node,
     row,
     wrap,
 )
-from flashgen.ir.operators_typing import integer, numeric, real
 
 _UNARY = Samples(floats=((-8.0, 8.0),), ints=((-40, 40),))
 _BINARY = Samples(floats=((-8.0, 8.0), (-8.0, 8.0)), ints=((-40, 40), (-12, 12)))
@@ -139,9 +141,6 @@ _D_CLAMP = partials(
     lambda x, lo, hi: _selected(bool_node("or", bool_node("gt", x, hi), bool_node("lt", hi, lo))),
 )
 
-
-_MIN_RANGE = either(interval.min_, interval_float.min_)
-_MAX_RANGE = either(interval.max_, interval_float.max_)
 
 # Ranges: one rule for ints, one for floats.
 _ADD = either(interval.add, interval_float.add)
@@ -277,10 +276,10 @@ ROWS = (
         kink=abs,
     ),
     row("sign", "sign", numeric, _sign, _SIGN, _UNARY, folding(_sign_of), derivative=FLAT, kink=abs),
-    row("min", "min", numeric, _MIN, _MIN_RANGE, _BINARY, folding(min), derivative=_D_MIN, most=None, kink=_apart),
-    row("max", "max", numeric, _MAX, _MAX_RANGE, _BINARY, folding(max), derivative=_D_MAX, most=None, kink=_apart),
+    row("min", "min", numeric, _MIN, interval.min_, _BINARY, folding(min), derivative=_D_MIN, most=None, kink=_apart),
+    row("max", "max", numeric, _MAX, interval.max_, _BINARY, folding(max), derivative=_D_MAX, most=None, kink=_apart),
     row(
-        *("clamp", "clamp", numeric, asked("clamp"), lambda x, lo, hi: _MIN_RANGE(_MAX_RANGE(x, lo), hi)),
+        *("clamp", "clamp", numeric, asked("clamp"), lambda x, lo, hi: interval.min_(interval.max_(x, lo), hi)),
         *(_BETWEEN, folding(_clamped)),
         derivative=_D_CLAMP,
         kink=lambda x, lo, hi: min(abs(x - lo), abs(x - hi), abs(hi - lo)),

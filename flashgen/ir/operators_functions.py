@@ -29,11 +29,11 @@ from flashgen.ir.operators_base import (
     asked,
     bool_node,
     partials,
+    real,
     real_node,
     row,
     smooth,
 )
-from flashgen.ir.operators_typing import real
 
 LN2 = math.log(2.0)
 _SQRT_HALF = math.sqrt(0.5)

@@ -11,8 +11,10 @@ from collections.abc import Callable
 from typing import Any
 
 from flashgen.ir import interval, interval_float
-from flashgen.ir.interval import INT_MAX, INT_MIN, MASK32, Range
+from flashgen.ir.interval import INT_MAX, INT_MIN, MASK32, IntRange, Range
 from flashgen.ir.operators_base import (
+    FLOAT,
+    INT,
     MOST_BITS,
     ONE,
     ZERO,
@@ -23,26 +25,23 @@ from flashgen.ir.operators_base import (
     Operator,
     Samples,
     Strength,
+    TypingRule,
     asked,
+    bitwise,
+    comparison,
+    conversion,
+    either,
+    equality,
     far_too_large,
     folding,
+    integer,
+    logical,
     partials,
     plain,
     real_node,
     row,
-    wrap,
-)
-from flashgen.ir.operators_typing import (
-    FLOAT,
-    INT,
-    TypingRule,
-    bitwise,
-    comparison,
-    conversion,
-    equality,
-    integer,
-    logical,
     selection,
+    wrap,
 )
 
 _PAIR = Samples(floats=((-4.0, 4.0), (-4.0, 4.0)), ints=((-9, 9), (-9, 9)))
@@ -93,13 +92,21 @@ def _mul32(h: Any, c: int) -> Any:
 
 
 # uint32 h = 0x9E3779B9; for x: h ^= x, h *= 0x85EBCA6B, h ^= h >> 13, h *= 0xC2B2AE35, h ^= h >> 16; h & 0x7FFFFFFF
-def _hash(_xp: ArrayNamespace, *args: Any) -> Any:
+def _hash(_xp: Any, *args: Any) -> Any:
     h: Any = 0x9E3779B9
     for x in args:
         h = _mul32(h ^ (x & MASK32), 0x85EBCA6B)
         h = _mul32(h ^ (h >> 13), 0xC2B2AE35)
         h = h ^ (h >> 16)
     return h & INT_MAX
+
+
+def _hash_range(*args: IntRange) -> IntRange:
+    """Known where every argument is."""
+    if not all(x.is_point for x in args):
+        return IntRange(0, INT_MAX)
+    value = _hash(None, *(x.lo for x in args))
+    return IntRange(value, value)
 
 
 # On constants --------------------------------------------------------------------------------------------------------
@@ -127,11 +134,15 @@ def _saturated(x: float) -> int:
     return max(INT_MIN, min(INT_MAX, int(x)))
 
 
+# Ranges: one rule for ints, one for bools.
+_BITAND = either(interval.bitand, interval.and_)
+_BITOR = either(interval.bitor, interval.or_)
+_BITXOR = either(interval.bitxor, interval.ne)
+
 _CHOSEN = folding(lambda c, x, y: x if c else y)
 
 _ONE_BIT, _LOGIC = Samples(ints=((0, 1),)), Samples(ints=((0, 1), (0, 1)))
 _ANY_INT = (-(2**31), 2**31 - 1)
-_COUNT = (-3, 35)
 _CHOICE = Samples(floats=((0.0, 1.0), (-4.0, 4.0), (-4.0, 4.0)), ints=((0, 1), (-9, 9), (-9, 9)))
 
 
@@ -173,6 +184,21 @@ def _of_bits(
     )
 
 
+def _shifted(
+    name: str,
+    spelling: str,
+    meaning: Callable[..., Any],
+    interval_rule: Callable[..., Range],
+    most: int,
+    fold: Callable[[int, int], int],
+    c: str,
+) -> Operator:
+    """The row of a shift, which tests sample up to ``most``."""
+    samples = Samples(ints=((-most, most), (-3, 35)))
+    parts = (name, spelling, integer, meaning, interval_rule, samples, Folding(ints=fold))
+    return row(*parts, c=c, strength=Strength.SHIFT)
+
+
 ROWS = (
     _compared("lt", "<", comparison, operator.lt, interval.lt, opposite="ge", flipped="gt"),
     _compared("le", "<=", comparison, operator.le, interval.le, opposite="gt", flipped="ge"),
@@ -188,31 +214,11 @@ ROWS = (
         strength=Strength.NOT,
         interval_c="not_",
     ),
-    _of_bits("bitand", "&", bitwise, operator.and_, interval.bitand, _BITS, "&", Strength.BIT_AND),
-    _of_bits("bitor", "|", bitwise, operator.or_, interval.bitor, _BITS, "|", Strength.BIT_OR),
-    _of_bits("bitxor", "^", bitwise, operator.xor, interval.bitxor, _BITS, "^", Strength.BIT_XOR),
-    row(
-        "shl",
-        "<<",
-        integer,
-        _shl,
-        interval.shl,
-        Samples(ints=((-70, 70), _COUNT)),
-        Folding(ints=_left),
-        c="shift_left",
-        strength=Strength.SHIFT,
-    ),
-    row(
-        "shr",
-        ">>",
-        integer,
-        _shr,
-        interval.shr,
-        Samples(ints=((-7000, 7000), _COUNT)),
-        Folding(ints=_right),
-        c="shift_right",
-        strength=Strength.SHIFT,
-    ),
+    _of_bits("bitand", "&", bitwise, operator.and_, _BITAND, _BITS, "&", Strength.BIT_AND),
+    _of_bits("bitor", "|", bitwise, operator.or_, _BITOR, _BITS, "|", Strength.BIT_OR),
+    _of_bits("bitxor", "^", bitwise, operator.xor, _BITXOR, _BITS, "^", Strength.BIT_XOR),
+    _shifted("shl", "<<", _shl, interval.shl, 70, _left, "shift_left"),
+    _shifted("shr", ">>", _shr, interval.shr, 7000, _right, "shift_right"),
     row(
         "where",
         "where",
@@ -246,7 +252,7 @@ ROWS = (
     ),
     row("popcount", "popcount", integer, _popcount, interval.popcount, Samples(ints=((-300, 300),)), Folding()),
     row(
-        *("hash", "hash", integer, _hash, interval.hash_, Samples(ints=(_ANY_INT,) * 3), Folding()),
+        *("hash", "hash", integer, _hash, _hash_range, Samples(ints=(_ANY_INT,) * 3), Folding()),
         cost=Cost(0, 20),
         arity=-1,
         most=None,

@@ -11,16 +11,7 @@ from typing import Any
 
 from flashgen.diagnostics.diagnostic import Source, Span
 from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind, walk
-from flashgen.ir.spec import (
-    AttentionSpec,
-    CapturedTensor,
-    HeadDim,
-    Layout,
-    Param,
-    Schedule,
-    Select,
-    Statement,
-)
+from flashgen.ir.spec import AttentionSpec, CapturedTensor, HeadDim, Layout, Param, Schedule, Select, Statement
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.ir.weights import FORMS, Weights
 

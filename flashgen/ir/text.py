@@ -11,18 +11,7 @@ from collections import Counter
 from dataclasses import replace
 
 from flashgen.diagnostics.diagnostic import Source, Span
-from flashgen.ir.expr import (
-    Apply,
-    Expr,
-    Literal,
-    Load,
-    Symbol,
-    SymbolKind,
-    literal,
-    score_input,
-    substitute,
-    walk,
-)
+from flashgen.ir.expr import Apply, Expr, Literal, Load, Symbol, SymbolKind, literal, score_input, substitute, walk
 from flashgen.ir.operators import OPERATORS
 from flashgen.ir.operators_base import Strength
 from flashgen.ir.spec import DEFAULT_SCALE, AttentionSpec, CapturedTensor, Param, Schedule, Statement

@@ -10,6 +10,11 @@ class ScalarType(Enum):
     INT = "int"
     FLOAT = "float"
 
+    @property
+    def noun(self) -> str:
+        """As a sentence has it."""
+        return f"an {self}" if self is ScalarType.INT else f"a {self}"
+
     def __str__(self) -> str:
         return self.value
 

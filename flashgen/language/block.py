@@ -15,11 +15,10 @@ from flashgen.ir.expr import Expr, Literal, Symbol, SymbolKind, literal
 from flashgen.ir.spec import MAX_CAPTURED, OP_ARGUMENTS
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.language import names, syntax
-from flashgen.language.constants import Value, fits
 from flashgen.language.expressions import Expressions
-from flashgen.language.frames import Meaning, Scope, TensorName, run_time_values
 from flashgen.language.imports import expressions_below
-from flashgen.language.nodes import Budget
+from flashgen.language.names import Meaning, Scope, TensorName, run_time_values
+from flashgen.language.nodes import Budget, Value, fits
 from flashgen.language.report import Report
 
 PARAM_TYPES: Mapping[str, ScalarType] = {"f32": ScalarType.FLOAT, "i32": ScalarType.INT}
@@ -231,7 +230,8 @@ class Block:
         if wanted is ScalarType.FLOAT and kind is ScalarType.INT:
             given, kind = float(given), ScalarType.FLOAT
         if kind is None or (wanted is not None and kind is not wanted):
-            message = f"the constant '{name}' is {_noun(wanted)}, the value {shown} given for it is {_noun(kind)}"
+            of, given_is = ("no bool, int or float" if each is None else each.noun for each in (wanted, kind))
+            message = f"the constant '{name}' is {of}, the value {shown} given for it is {given_is}"
             self.report.add("E212", message, span)
             return None
         if isinstance(given, float) and math.isnan(given):
@@ -250,12 +250,6 @@ class Block:
                 value = self.constant(declaration, declaration.span)
                 if isinstance(value, Literal):
                     yield declaration.name, value.value
-
-
-def _noun(scalar: ScalarType | None) -> str:
-    if scalar is None:
-        return "no bool, int or float"
-    return "an int" if scalar is ScalarType.INT else f"a {scalar}"
 
 
 def _at(value: Expr | None, span: Span) -> Expr | None:

@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
-from flashgen.diagnostics import Diagnostic, Span, nearest
+from flashgen.diagnostics import Diagnostic, Span, nearest, spoken_list
 from flashgen.language import foreign, words
 from flashgen.language.tree import Word
 
@@ -334,7 +334,7 @@ def expectation(accepted: Set[str], statement: Word | None, last: Word | None) -
         options.append("'attention', 'def' or 'import'")
     elif "RBRACE" in accepted:
         options.append("'}'")
-    return _joined(list(dict.fromkeys(options)))
+    return spoken_list(list(dict.fromkeys(options))) or "something else"
 
 
 def statement_ended(accepted: Set[str]) -> bool:
@@ -363,9 +363,3 @@ def _kind_of_name(statement: Word | None, last: Word | None) -> str:
     if kind == "SCHEDULE":
         return "an entry such as 'Br = 64'"
     return "a name"
-
-
-def _joined(options: list[str]) -> str:
-    if len(options) < 2:
-        return "".join(options) or "something else"
-    return f"{', '.join(options[:-1])} or {options[-1]}"

@@ -15,10 +15,8 @@ from flashgen.diagnostics import Span, quoted_list
 from flashgen.ir.expr import Expr, Literal, Load, Symbol, literal
 from flashgen.ir.types import ScalarType
 from flashgen.language import foreign, names, syntax
-from flashgen.language.constants import ConstantError, number
-from flashgen.language.frames import Bound, Frame, Macro, Meaning, Scope, TensorName
-from flashgen.language.names import FUNCTIONS, INFIX, Site
-from flashgen.language.nodes import Budget, Nodes, TooLargeError
+from flashgen.language.names import FUNCTIONS, INFIX, Bound, Frame, Macro, Meaning, Scope, Site, TensorName
+from flashgen.language.nodes import Budget, ConstantError, Nodes, TooLargeError, number
 from flashgen.language.report import Report, suggestion, unknown_function, wrong_count
 
 # Levels of syntax, definitions written out: what Python's stack must hold.

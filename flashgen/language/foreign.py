@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from flashgen.diagnostics import spoken_list
 from flashgen.ir.weights import FORMS
 
 ROW = "an expression is of one pair (i, j), and sums over keys are those of 'weights'; pass other ones as a 'tensor'"
 OTHER_PAIRS = "write 's', the score of the pair (i, j): no expression sees those of other pairs"
 _FORMS = [each.format("E") for form in FORMS.values() for each in form.written]
-_WEIGHTS = f"the weights are {', '.join(_FORMS[:-1])} and {_FORMS[-1]} of one pair: a row is never sorted"
+_WEIGHTS = f"the weights are {spoken_list(_FORMS, 'and')} of one pair: a row is never sorted"
 _QUERY, _KEY = "the position of the query is 'i'", "the position of the key is 'j'"
 _BATCH, _HEAD = "the index of the batch is 'b'", "the query head is 'h', its key/value head 'hkv'"
 _LENGTHS, _D = "the lengths are 'Nq' and 'Nk'", "the head dimension is 'D', that of values 'Dv'"

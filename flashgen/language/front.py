@@ -22,9 +22,8 @@ from flashgen.ir.types import ElementType
 from flashgen.ir.weights import Weights
 from flashgen.language import statements, syntax
 from flashgen.language.block import Block
-from flashgen.language.constants import Value
 from flashgen.language.imports import Library, Reader, load_library
-from flashgen.language.nodes import Budget
+from flashgen.language.nodes import Budget, Value
 from flashgen.language.report import GiveUpError, Report, suggestion
 from flashgen.language.text import excerpt, given_text, read_source
 from flashgen.store.gallery import spec_file

@@ -17,8 +17,7 @@ from types import MappingProxyType
 
 from flashgen.diagnostics import Diagnostic, Source, SpecError, render
 from flashgen.language import names, syntax
-from flashgen.language.frames import Macro, Scope
-from flashgen.language.names import FUNCTIONS
+from flashgen.language.names import FUNCTIONS, Macro, Scope
 from flashgen.language.parser import Parsed, parse
 from flashgen.language.report import Report, suggestion, unknown_function, wrong_count
 from flashgen.language.text import accepted, read_source

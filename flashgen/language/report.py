@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from flashgen.diagnostics import Diagnostic, Span, nearest
 from flashgen.ir.operators import OPERATORS
 from flashgen.language import foreign
-from flashgen.language.frames import Macro
-from flashgen.language.names import FUNCTIONS
+from flashgen.language.names import FUNCTIONS, Macro
 
 MAX_ERRORS = 100
 

@@ -5,27 +5,20 @@ In: the syntax of a statement and the block that it stands in. Out: the part, or
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from flashgen.diagnostics import Span
 from flashgen.ir.expr import Expr, Literal, Symbol
-from flashgen.ir.spec import (
-    CapturedTensor,
-    HeadDim,
-    Layout,
-    Param,
-    Schedule,
-    Select,
-)
+from flashgen.ir.spec import CapturedTensor, HeadDim, Layout, Param, Schedule, Select
 from flashgen.ir.types import ElementType, ScalarType
 from flashgen.ir.weights import FORMS, Form, Weights
 from flashgen.language import names, syntax
 from flashgen.language.block import ELEMENT_TYPES, PARAM_TYPES, Block
 from flashgen.language.expressions import Expressions
-from flashgen.language.frames import TensorName
 from flashgen.language.imports import expressions_below
-from flashgen.language.names import Site
+from flashgen.language.names import Site, TensorName
 from flashgen.language.report import suggestion
 
 MAX_HEAD_DIM = 576  # of multi-head latent attention: 512 and 64 for positions
@@ -39,9 +32,7 @@ def typed(
     """An expression of the wanted type; an int stands for a float."""
     value = Expressions(place, block).resolved(node, wanted)
     if value is not None and value.type is not wanted:
-        article = "an" if value.type is ScalarType.INT else "a"
-        noun = "an int" if wanted is ScalarType.INT else f"a {wanted}"
-        message = f"{place.title} must be {noun}, not {article} {value.type}"
+        message = f"{place.title} must be {wanted.noun}, not {value.type.noun}"
         block.report.add("E208", message, node.span, hints=tuple(hints))
         return None
     return value
@@ -110,21 +101,12 @@ def dtypes(block: Block, statement: syntax.Dtypes) -> tuple[ElementType, ...] | 
 
 
 _OTHER_SPELLINGS = {
-    "float": "f32",
-    "float32": "f32",
-    "fp32": "f32",
-    "half": "f16",
-    "float16": "f16",
-    "fp16": "f16",
-    "fp8": "f8e4m3",
-    "f8": "f8e4m3",
-    "e4m3": "f8e4m3",
-    "float8_e4m3fn": "f8e4m3",
+    **dict.fromkeys(("float", "float32", "fp32"), "f32"),
+    **dict.fromkeys(("half", "float16", "fp16"), "f16"),
+    **dict.fromkeys(("fp8", "f8", "e4m3", "float8_e4m3fn"), "f8e4m3"),
     "bfloat16": "bf16",
-    "int": "i32",
-    "int32": "i32",
-    "long": "i64",
-    "int64": "i64",
+    **dict.fromkeys(("int", "int32"), "i32"),
+    **dict.fromkeys(("long", "int64"), "i64"),
     "boolean": "bool",
 }
 
@@ -281,7 +263,11 @@ def dropout(block: Block, statement: syntax.Single) -> Expr | None:
     if value is None:
         return None
     if isinstance(value, Literal):
-        return value if _is_probability(block, value, node.span) else None
+        if 0 <= value.value < 1:
+            return value
+        message = f"a dropout probability must be at least 0 and less than 1, not {value.value:g}"
+        block.report.add("E305", message, node.span)
+        return None
     if not isinstance(value, Symbol):
         message = "a dropout probability must be a constant or a single float param"
         block.report.add("E305", message, node.span, hints=("work it out where the op is called",))
@@ -293,14 +279,6 @@ def dropout(block: Block, statement: syntax.Single) -> Expr | None:
         block.report.add("E306", message, declared.grad, hints=("leave 'grad' out",))
         return None
     return value
-
-
-def _is_probability(block: Block, value: Literal, span: Span) -> bool:
-    if 0 <= value.value < 1:
-        return True
-    message = f"a dropout probability must be at least 0 and less than 1, not {value.value:g}"
-    block.report.add("E305", message, span)
-    return False
 
 
 # --- weights
@@ -418,31 +396,28 @@ _OF_TYPE: Mapping[str, tuple[Site, ScalarType, tuple[str, ...]]] = {
     ),
 }
 
+_RULES: Mapping[str, Callable[[Block, Any], object]] = {
+    "param": param,
+    "tensor": tensor,
+    "head_dim": head_dims,
+    "dtype": dtypes,
+    "layout": layout,
+    "select": select,
+    "schedule": schedule,
+    "weights": weights,
+    "dropout": dropout,
+}
+
 
 def meaning(block: Block, statement: syntax.Statement) -> object:
     """What a statement gives to the spec; None where it is wrong, or gives nothing by itself, as constants do."""
     match statement:
         case syntax.Let():
             block.define_let(statement)
-            return None
-        case syntax.Param():
-            return param(block, statement)
-        case syntax.Tensor():
-            return tensor(block, statement)
-        case syntax.HeadDims():
-            return head_dims(block, statement)
-        case syntax.Dtypes():
-            return dtypes(block, statement)
-        case syntax.Layout():
-            return layout(block, statement)
-        case syntax.Select():
-            return select(block, statement)
-        case syntax.Schedule():
-            return schedule(block, statement)
-        case syntax.Single(keyword="weights"):
-            return weights(block, statement)
-        case syntax.Single(keyword="dropout"):
-            return dropout(block, statement)
-        case syntax.Single(keyword=word):
+        case syntax.Const() | syntax.Broken():
+            pass  # constants are worked out when asked for; broken statements have been reported
+        case syntax.Single(keyword=word) if word in _OF_TYPE:
             return typed(block, statement.value, *_OF_TYPE[word])
-    return None  # constants are worked out when asked for; broken statements have been reported
+        case _:
+            return _RULES[statement.keyword](block, statement)
+    return None

@@ -1,6 +1,6 @@
 """Captured tensors of 64 bits as the 32 that kernels read, without a number that means something else afterwards.
 
-In: what a call captures; of which tensors only differences or comparisons count (``analysis/own_scale.py``). Out: the
+In: what a call captures; of which tensors only differences or comparisons count (``analysis/captured.py``). Out: the
 same with int32, int64 within 32 bits, or float32 in the place of wider tensors. An order is kept by ranks, differences
 by taking the same off all numbers; what is still too wide is refused by name. On the CPU values decide; nobody waits
 for those of a GPU, where what was made of a tensor is kept while nothing is written to it.
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch._subclasses.fake_tensor import FakeTensor
 
-from flashgen.analysis.own_scale import Scale, Use, scales
+from flashgen.analysis.captured import Scale, Use, scales
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.conversion import converted, is_integral, require, unwrapped
 from flashgen.op.signature import TORCH_DTYPES

@@ -20,7 +20,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch._ops import OpOverload
 from torch.compiler import is_compiling
 
-from flashgen.analysis.batch import batch_axes
+from flashgen.analysis.captured import batch_axes
 from flashgen.ir.fingerprint import DIGITS
 from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.dense import DENSE

@@ -18,8 +18,7 @@ from flashgen.ir.expr import Load, walk
 from flashgen.ir.spec import AttentionSpec, Select
 from flashgen.op.tensor_kinds import lies_in_memory
 from flashgen.op.values import Layout, packed_layout
-from flashgen.reference.evaluate import Evaluator
-from flashgen.reference.guard import Guard
+from flashgen.reference.evaluate import Evaluator, Guard
 
 # Has the host look at the numbers of a selection, and name one that no block has.
 CHECK_SELECTION = "FLASHGEN_CHECK_SELECTION"

@@ -17,10 +17,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flashgen.analysis.boxes import Boxes, classify_boxes
 from flashgen.analysis.ranging import LoadRange
 from flashgen.analysis.selection import read_of_calls
-from flashgen.analysis.tiles import TileClass, loads_of
+from flashgen.analysis.tiles import Boxes, TileClass, classify_boxes, loads_of
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.ir.expr import Load, index_set, walk
 from flashgen.ir.shape import Shape
@@ -29,10 +28,8 @@ from flashgen.ir.types import ScalarType
 from flashgen.op.selected import lowered_tensors
 from flashgen.op.tensor_kinds import as_arrays
 from flashgen.reference.dense import param_values
-from flashgen.reference.evaluate import Evaluator
-from flashgen.reference.guard import Guard
-from flashgen.verification.captured import realistic_captured, sizes_of, tensor_shape
-from flashgen.verification.inputs import fitting
+from flashgen.reference.evaluate import Evaluator, Guard
+from flashgen.verification.inputs import fitting, realistic_captured, sizes_of, tensor_shape
 
 DEFAULT_SHAPE = Shape(1, 8, 8, 1024, 1024)
 MOST_CELLS = 128  # a side: more cannot be told apart in a picture
@@ -55,7 +52,6 @@ class MaskPicture:
     """
 
     spec_name: str
-    head_dim: HeadDim
     shape: Shape
     batch: int
     head: int
@@ -124,7 +120,6 @@ def mask_picture(
     kept, share, exact = _sample(scene, pixels, seed)
     return MaskPicture(
         spec_name=spec.name,
-        head_dim=head_dim,
         shape=shape,
         batch=batch,
         head=head,

@@ -1,7 +1,7 @@
 """How many tiles of each class a pass visits, without looking at pairs, and seldom at tiles one by one.
 
 In: a ``Variant``, a shape or a ``MaskedCall``, B_r and B_c. Out: ``TileCounts``. Boxes of tiles are classified by
-intervals, many at a time (``analysis/boxes.py``). A box of tiles of several classes is halved, so that the work follows
+intervals, many at a time (``analysis/tiles.py``). A box of tiles of several classes is halved, so that the work follows
 the border of the mask. For a shape with more than ``MOST_CLASSIFIED`` boxes some rows of tiles stand for all. For a
 shape captured tensors are not known: tiles that depend on them count as PARTIAL, so that counts of visits are the most
 that a call makes. For a call everything is known, and every tile is counted.
@@ -16,10 +16,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from flashgen.analysis.boxes import Boxes, classify_tiles
 from flashgen.analysis.pieces import is_cut
 from flashgen.analysis.ranging import LoadRange
-from flashgen.analysis.tiles import TileClass
+from flashgen.analysis.tiles import Boxes, TileClass, classify_tiles
 from flashgen.analysis.variant import Variant
 from flashgen.ir.build import constant_value
 from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index_set, literal, size, substitute, walk

@@ -26,8 +26,7 @@ from flashgen.ir.operators import OPERATORS
 from flashgen.ir.spec import AttentionSpec, Param, Select
 from flashgen.ir.types import ScalarType
 from flashgen.ir.weights import TOTAL, WEIGHT, Form
-from flashgen.reference.evaluate import Evaluator, TorchNamespace
-from flashgen.reference.guard import Guard
+from flashgen.reference.evaluate import Evaluator, Guard, TorchNamespace
 from flashgen.reference.philox import drop_threshold, kept_pairs, survivor_scale
 from flashgen.reference.shard import Shard
 

@@ -95,13 +95,8 @@ class Shard:
 
     def check(self) -> None:
         """Raise ``ValueError`` where an offset is negative, a total too small, or a size beyond 32 bits."""
-        for name, start, length, total in zip(
-            ("b", "h", "q", "kv"),
-            self._starts,
-            self._lengths,
-            self.totals(),
-            strict=True,
-        ):
+        axes = zip(("b", "h", "q", "kv"), self._starts, self._lengths, self.totals(), strict=True)
+        for name, start, length, total in axes:
             if start < 0:
                 raise ValueError(f"'{name}_start' is {start}; it must not be negative")
             if total < start + length:

@@ -30,8 +30,7 @@ from flashgen.op.eight_bits import fitting_factors, from_8_bits, rounded_weights
 from flashgen.op.op import AttentionOp
 from flashgen.op.signature import TORCH_DTYPES
 from flashgen.verification.inputs import Inputs, random_inputs
-from flashgen.verification.second_order import Results
-from flashgen.verification.verify import call_op, dense, relative_error, widened
+from flashgen.verification.verify import Results, call_op, dense, relative_error, widened
 
 PHASES = (1.0, 1.3, 1.7)
 _WIDE = (ElementType.BF16, ElementType.F16, ElementType.F32)
@@ -105,7 +104,7 @@ def rows_of(op: AttentionOp, inputs: Inputs) -> tuple[F8Row, ...]:
     ]
     return tuple(
         _row(name, {key: x[n] for key, x in found.items()}, [x[n] for x in composed])
-        for n, name in enumerate(_names(op))
+        for n, name in enumerate(("o", "lse") if op.spec.weights.form.normalised else ("o",))
     )
 
 
@@ -119,10 +118,6 @@ def _row(name: str, found: Mapping[str, Tensor | None], composed: Sequence[Tenso
     errors = {name: distance(found[which]) for name, which in _COLUMNS.items()}
     tolerance = 2.0 * max(distance(each, "exact") for each in composed) + _STEP
     return F8Row(name, **errors, rounding=distance(found["own"], "exact"), tolerance=tolerance)
-
-
-def _names(op: AttentionOp) -> tuple[str, ...]:
-    return ("o", "lse") if op.spec.weights.form.normalised else ("o",)
 
 
 def _with(inputs: Inputs, rows: Sequence[Tensor]) -> Inputs:

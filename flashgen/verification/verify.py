@@ -7,6 +7,11 @@ each result: o, lse, and every gradient. A row holds three numbers, all relative
     baseline    the same formula composed of PyTorch's operators in the tensors' dtype, against the reference
     tolerance   2 · baseline + one rounding step of the result's dtype; in float32 at least 2e-5, as the baseline is
                 sometimes exact by luck, where terms cancel; and with a single key what the rounding of O leaves
+
+Of second derivatives, whose directions follow from the seed, there are rows for
+
+    t_o, t_lse                  tangents of o and lse, where all inputs have tangents
+    ddq, ddk, …, dd_o, dd_lse   gradients of Σ r · (dq, dk, …) by q, k, …, and by the gradients of o and lse
 """
 
 from __future__ import annotations
@@ -14,12 +19,13 @@ from __future__ import annotations
 import collections
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flashgen.hosts.emulated import recording
 from flashgen.ir.shape import Shape
@@ -32,7 +38,6 @@ from flashgen.reference.dense import Dropout, attention, drop_probability, param
 from flashgen.reference.shard import Shard
 from flashgen.verification.hbm import HbmBytes, hbm_bytes
 from flashgen.verification.inputs import Inputs, fitting, random_inputs
-from flashgen.verification.second_order import Function, Results, second_order
 
 FLOAT32_TOLERANCE = 2e-5
 DROPOUT_SEED = 20_240_229
@@ -91,7 +96,7 @@ def verify(
 ) -> Iterator[Case]:
     """Every head dimension and element type of the spec at every shape, on tensors of a device.
 
-    With ``order`` 2 tangents and gradients of gradients are judged, too (``second_order.py``). Captured tensors are
+    With ``order`` 2 tangents and gradients of gradients are judged, too. Captured tensors are
     noise at the first shape, such as users have at the second, and so on in turn: masks of noise leave no tile full or
     empty.
     """
@@ -147,6 +152,8 @@ def _derived_by(op: AttentionOp, inputs: Inputs) -> tuple[str, str]:
     return named(told.jvp), named(told.jvp_backward)
 
 
+Results = tuple[Tensor, Tensor | None]  # o and lse; None: there is none
+Function = Callable[[Mapping[str, Tensor]], Results]  # of the tensors by name
 _Call = Callable[[Tensor, Tensor, Tensor, Mapping[str, Any]], Results]
 _Measured = Callable[[Function, Mapping[str, Tensor], Tensor, Tensor], dict[str, Tensor]]
 
@@ -299,3 +306,71 @@ def _row(name: str, own: Tensor, baseline: Tensor, truth: Tensor, left: float, *
     if is_float32:
         tolerance = max(tolerance, FLOAT32_TOLERANCE)
     return Row(name, relative_error(torch.where(own_lost, exact, own.double()), exact), reached, tolerance)
+
+
+# Second derivatives, of an operator and of the formula alike ----------------------------------------------------------
+
+
+_TANGENTS, DIRECTIONS = 7_001, 7_002
+
+
+def second_order(
+    function: Function,
+    learned: Mapping[str, Tensor],
+    d_o: Tensor,
+    d_lse: Tensor | None,
+    still: Collection[str] = (),
+) -> dict[str, Tensor]:
+    """The second derivatives. ``d_lse`` None: no gradient arrives at lse; ``still``: inputs without a tangent."""
+    moves = moves_of(learned, still)
+    return {**_tangents(function, learned, moves), **_gradients_of_gradients(function, learned, d_o, d_lse)}
+
+
+def _tangents(function: Function, learned: Mapping[str, Tensor], moves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    with forward_ad.dual_level():
+        duals = {name: x.detach() for name, x in learned.items()}
+        for name, tangent in moves.items():
+            duals[name] = forward_ad.make_dual(duals[name].contiguous(), tangent)  # type: ignore[no-untyped-call]
+        results = {"t_o": (found := function(duals))[0], "t_lse": found[1]}
+        tangents = {
+            name: (x, forward_ad.unpack_dual(x).tangent)  # type: ignore[no-untyped-call]
+            for name, x in results.items()
+            if x is not None
+        }
+    return {name: torch.zeros_like(x) if t is None else t for name, (x, t) in tangents.items()}
+
+
+def _gradients_of_gradients(
+    function: Function, learned: Mapping[str, Tensor], d_o: Tensor, d_lse: Tensor | None
+) -> dict[str, Tensor]:
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in learned.items()}
+    o, lse = function(leaves)
+    arriving = {"_o": d_o.to(o.dtype).detach().clone().requires_grad_()}
+    reached = [(o, arriving["_o"])]
+    if lse is not None and d_lse is not None:
+        arriving["_lse"] = d_lse.to(lse.dtype).detach().clone().requires_grad_()
+        reached.append((lse, arriving["_lse"]))
+    by = {**leaves, **arriving}
+    reached = [(x, gradient) for x, gradient in reached if x.requires_grad]
+    terms: list[Tensor] = []
+    if reached:
+        outputs, gradients = zip(*reached, strict=True)
+        first = torch.autograd.grad(
+            outputs, list(leaves.values()), gradients, create_graph=True, materialize_grads=True
+        )
+        terms = [(x * numbers_like(x, DIRECTIONS + n)).sum().double() for n, x in enumerate(first) if x.requires_grad]
+    if not terms:
+        return {f"dd{name}": torch.zeros_like(x) for name, x in by.items()}
+    second = torch.autograd.grad(sum(terms[1:], terms[0]), list(by.values()), materialize_grads=True)
+    return {f"dd{name}": x for name, x in zip(by, second, strict=True)}
+
+
+def moves_of(learned: Mapping[str, Tensor], still: Collection[str]) -> dict[str, Tensor]:
+    """A tangent for each tensor by name, without those that are ``still``."""
+    return {name: numbers_like(x, _TANGENTS + n) for n, (name, x) in enumerate(learned.items()) if name not in still}
+
+
+def numbers_like(x: Tensor, seed: int) -> Tensor:
+    """Normal numbers of the shape and type of ``x``, the same on every device and, but for rounding, in every type."""
+    numbers = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
+    return numbers.to(device=x.device, dtype=x.dtype)

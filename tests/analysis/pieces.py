@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashgen.analysis.boxes import Boxes, classify_tiles
-from flashgen.analysis.tiles import Tile, TileClass
+from flashgen.analysis.tiles import Boxes, Tile, TileClass, classify_tiles
 from flashgen.ir.expr import Expr
 
 

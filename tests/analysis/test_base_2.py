@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.analysis.base_2 import LOG2_E, in_base_2, largest_exponent
+from flashgen.analysis.factors import LOG2_E, in_base_2, largest_exponent
 from flashgen.analysis.variant import analyse
 from flashgen.language import parse_text
 

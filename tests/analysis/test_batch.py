@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.analysis.batch import batch_axes
+from flashgen.analysis.captured import batch_axes
 from flashgen.language.front import parse_text
 
 

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashgen.analysis.boxes import Boxes, classify, classify_boxes, classify_tiles
 from flashgen.analysis.ranging import LoadRange
 from flashgen.analysis.simplify import simplify
-from flashgen.analysis.tiles import Tile, TileClass, loads_of
+from flashgen.analysis.tiles import Boxes, Tile, TileClass, classify, classify_boxes, classify_tiles, loads_of
 from flashgen.analysis.variant import analyse
 from flashgen.ir.expr import Expr, Load, walk
 from flashgen.ir.interval import IntRange

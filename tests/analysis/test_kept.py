@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.analysis.boxes import classify
 from flashgen.analysis.constraints import Term
 from flashgen.analysis.kept import MOST_TERMS, kept_terms
 from flashgen.analysis.simplify import simplify
-from flashgen.analysis.tiles import Tile, TileClass, loads_of
+from flashgen.analysis.tiles import Tile, TileClass, classify, loads_of
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Expr, index, literal
 from flashgen.ir.interval import INT_MAX, IntRange

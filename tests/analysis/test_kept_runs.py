@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flashgen.analysis.kept import Blocks, Run, fits_position, kept_runs
-from flashgen.analysis.linear import Linear
+from flashgen.analysis.ranging import Linear
 from flashgen.analysis.simplify import simplify
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, index, size
 from flashgen.ir.interval import INT_MAX, INT_MIN

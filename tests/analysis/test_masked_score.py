@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from flashgen.analysis.masked_score import split_masked_score
+from flashgen.analysis.selection import split_masked_score
 from flashgen.analysis.simplify import simplify
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, walk
 from tests.ir.expressions import expr

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flashgen.analysis.own_scale import Scale, Use, scales
+from flashgen.analysis.captured import Scale, Use, scales
 from flashgen.language.front import parse_text
 
 TENSORS = "tensor t: f32[Nk] tensor u: f32[Nk] tensor d: i64[Nk] tensor e: i32[Nk]"

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from flashgen.analysis.boxes import classify
 from flashgen.analysis.constraints import COLUMN, ROW
 from flashgen.analysis.pieces import block_sizes, is_cut, stays_open
 from flashgen.analysis.simplify import simplify
-from flashgen.analysis.tiles import Tile, TileClass
+from flashgen.analysis.tiles import Tile, TileClass, classify
 from flashgen.ir.expr import Expr, index
 from flashgen.ir.interval import IntRange
 from tests.analysis.pieces import class_in_pieces

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashgen.analysis.bounds import known_symbols
-from flashgen.analysis.boxes import classify
-from flashgen.analysis.tiles import Tile, TileClass, loads_of
+from flashgen.analysis.tiles import Tile, TileClass, classify, loads_of
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Expr, Symbol, SymbolKind, index, literal, size, substitute
 from flashgen.ir.interval import INT_MAX, INT_MIN, IntRange

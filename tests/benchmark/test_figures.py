@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from flashgen.picture.plotting import PlottingMissing
-from flashgen.tuning import timing
+from flashgen.tuning import tune
 from tools.benchmarks import figures
 from tools.benchmarks.sweep import Absent, Sweep
 
@@ -21,7 +21,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     out = tmp_path_factory.mktemp("figures")
     small = {"length": dataclasses.replace(figures.FIGURES["length"], peers=())}
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(timing, "_TURN_SECONDS", 1e-9)
+        patched.setattr(tune, "_TURN_SECONDS", 1e-9)
         patched.setattr(figures, "FIGURES", {**figures.FIGURES, **small})
         figures.main(["--only", "length", "--longest", "128", "--seconds", "20", "--out", str(out)])
         yield out

@@ -17,7 +17,7 @@ from flashgen.language import parse_text
 from flashgen.op.loading import load_spec
 from flashgen.op.signature import TORCH_DTYPES
 from flashgen.plan import paper
-from flashgen.tuning import timing
+from flashgen.tuning import tune
 from flashgen.verification import random_inputs
 from flashgen.verification.hbm import hbm_bytes
 from flashgen.verification.verify import dense
@@ -45,7 +45,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def one_call_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured matters here, and not how well."""
-    monkeypatch.setattr(timing, "_TURN_SECONDS", 1e-9)
+    monkeypatch.setattr(tune, "_TURN_SECONDS", 1e-9)
 
 
 def spec_of(statements: str) -> AttentionSpec:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flashgen.tuning import timing
+from flashgen.tuning import tune
 from tests.cli.helpers import flashgen
 from tools.benchmarks import sweeps
 from tools.benchmarks.sweep import Sweep
@@ -27,7 +27,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def one_call_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured matters here, and not how well."""
-    monkeypatch.setattr(timing, "_TURN_SECONDS", 1e-9)
+    monkeypatch.setattr(tune, "_TURN_SECONDS", 1e-9)
 
 
 def test_length_as_json_and_plot(spec: Path, tmp_path: Path) -> None:

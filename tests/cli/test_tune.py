@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from flashgen.cli.tune import _verdict
+from flashgen.cli.verify import _verdict
 from flashgen.compiler import tile_choices as tuned
 from flashgen.compiler.tile_choices import TunedStore
 from flashgen.plan.measured import Measured, MeasuredPass, Tile

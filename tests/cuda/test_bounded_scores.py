@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from flashgen.analysis.base_2 import LOG2_E
+from flashgen.analysis.factors import LOG2_E
 from flashgen.ir.expr import Literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 import flashgen
-from flashgen.analysis.boxes import Boxes, classify_boxes
-from flashgen.analysis.tiles import TileClass, loads_of
+from flashgen.analysis.tiles import Boxes, TileClass, classify_boxes, loads_of
 from flashgen.analysis.variant import analyse
 from flashgen.compiler.pipeline import device_named
 from flashgen.distributed import context_parallel, partition

@@ -9,9 +9,9 @@ from flashgen.diagnostics import CODES
 from flashgen.ir.operators_base import MOST_BITS
 from flashgen.ir.spec import OP_ARGUMENTS
 from flashgen.language import names, parse_text
-from flashgen.language.constants import MOST_DIGITS
 from flashgen.language.imports import standard_definitions
 from flashgen.language.names import FUNCTIONS
+from flashgen.language.nodes import MOST_DIGITS
 from flashgen.language.parser import MAX_TOKENS
 from flashgen.language.statements import MAX_HEAD_DIM, SCHEDULE_ENTRIES
 from flashgen.language.words import RESERVED, STATEMENTS

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 import flashgen
-from flashgen.analysis.boxes import classify
-from flashgen.analysis.tiles import loads_of, loads_of_kernels
+from flashgen.analysis.tiles import classify, loads_of, loads_of_kernels
 from flashgen.hosts.emulated import recording
 from flashgen.verification.hbm import hbm_bytes
 from flashgen.verification.inputs import Inputs

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.analysis.boxes import classify
 from flashgen.analysis.levels import observed_loads
 from flashgen.analysis.pieces import is_cut, is_irregular
 from flashgen.analysis.selection import reads_tiles
-from flashgen.analysis.tiles import Tile, TileClass
+from flashgen.analysis.tiles import Tile, TileClass, classify
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.hosts.backends import EMULATED
 from flashgen.hosts.emulated import Counted, EmulatedKernel, emulator_provider, recording

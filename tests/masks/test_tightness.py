@@ -13,8 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flashgen.analysis.boxes import classify
-from flashgen.analysis.tiles import TileClass, loads_of_kernels
+from flashgen.analysis.tiles import TileClass, classify, loads_of_kernels
 from tests.masks.catalogue import MASKS
 from tests.masks.measure import PROBLEMS, TILES, Masks, intervals, problems_of, tensors_of
 

@@ -12,7 +12,7 @@ from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
 from flashgen.tuning.tune import Job
 from flashgen.verification import random_inputs
-from flashgen.verification.captured import realistic_captured
+from flashgen.verification.inputs import realistic_captured
 from tools.benchmarks.sweeps import task_for
 
 SHAPE = Shape(3, 2, 2, 400, 400)

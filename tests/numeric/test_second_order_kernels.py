@@ -14,7 +14,7 @@ from flashgen.op.forward_mode import ForwardMode
 from flashgen.op.op import AttentionOp
 from flashgen.reference import tiled
 from flashgen.reference.programs import Forward, Of, Place, Program, Reverse
-from flashgen.verification.second_order import second_order
+from flashgen.verification.verify import second_order
 from tools.fuzz.mixed_order import through_tangents
 
 from ..op.helpers import error, op, random

@@ -18,7 +18,7 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.language import parse_text
 from flashgen.picture.mask import MaskPicture, coarser, mask_picture
 from flashgen.picture.paint import PALETTE, paint
-from flashgen.verification.captured import realistic_captured
+from flashgen.verification.inputs import realistic_captured
 
 MASKS: dict[str, Callable[[int, int, int], bool]] = {
     "true": lambda i, j, n: True,

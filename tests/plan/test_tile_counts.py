@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flashgen.analysis.boxes import classify
 from flashgen.analysis.pieces import is_cut
-from flashgen.analysis.tiles import Tile, TileClass, loads_of_kernels
+from flashgen.analysis.tiles import Tile, TileClass, classify, loads_of_kernels
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.ir.expr import Load, walk
 from flashgen.ir.interval import IntRange

@@ -31,8 +31,7 @@ from flashgen.targets.cpu.products import Products
 from flashgen.targets.device_table import known_devices
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.tuning import tune as tuning_module
-from flashgen.tuning.timing import Spread, Times
-from flashgen.tuning.tune import Job, candidates, tune
+from flashgen.tuning.tune import Job, Spread, Times, candidates, tune
 from flashgen.verification import random_inputs
 
 TEXT = "attention tuned { head_dim 16 dtype f32 mask causal }"

@@ -18,7 +18,7 @@ from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.op.op import AttentionOp
 from flashgen.op.signature import TORCH_DTYPES
-from flashgen.tuning.timing import Times, paired_times, waiting
+from flashgen.tuning.tune import Times, paired_times, waiting
 from flashgen.verification.inputs import Inputs, fitting, random_inputs
 from tools.benchmarks.peer import Inexpressible, Peer
 from tools.benchmarks.peers import PEERS, kept_share

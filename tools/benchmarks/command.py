@@ -32,7 +32,7 @@ from tools.benchmarks.sweep_command import BUDGET, KINDS, Request, run_sweeps
 from tools.benchmarks.sweep_command import DEFAULT_PEERS as SWEEP_PEERS
 
 if TYPE_CHECKING:
-    from flashgen.tuning.timing import Spread
+    from flashgen.tuning.tune import Spread
     from tools.benchmarks.bench import Comparison
 
 PEER_NAMES = ("sdpa", "standard", "rabe_staats", "flex", "dense")
@@ -119,7 +119,7 @@ def bench(
     blocks), run time and HBM bytes by the size of blocks, run time by the share of blocks kept, and as totals flops,
     HBM bytes and run time of one shape. Ctrl-C keeps what was measured.
     """
-    from flashgen.tuning.timing import cuda_is_there
+    from flashgen.tuning.tune import cuda_is_there
 
     if peers is not None and BLOCK_SPARSE in peers and sweep != "length":
         raise click.UsageError(f"'{BLOCK_SPARSE}' computes other pairs than the spec: it belongs to --sweep length")

@@ -27,7 +27,7 @@ import flashgen.nn
 from flashgen.flash import flash_attn_func, flash_attn_varlen_func
 from flashgen.flex import create_block_mask, flex_attention
 from flashgen.op.node import ENVIRONMENT_VARIABLE as NODE
-from flashgen.tuning.timing import Times, paired_times
+from flashgen.tuning.tune import Times, paired_times
 from tools.benchmarks.gpu_batches import by_many, replay, warmed
 from tools.benchmarks.gpu_peers import DEVICE, Attention, flash4, flex, inputs, sdpa
 from tools.benchmarks.gpu_rows import DOORS, FLASH4_AT_HAND, Row

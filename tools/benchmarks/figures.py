@@ -30,7 +30,7 @@ from flashgen.language import parse_file
 from flashgen.picture.plotting import PlottingMissing
 from flashgen.plan.plan import Part
 from flashgen.targets.registry import GPUS
-from flashgen.tuning.timing import cuda_is_there
+from flashgen.tuning.tune import cuda_is_there
 from tools.benchmarks.plots import caption, save_plot
 from tools.benchmarks.report import device_name
 from tools.benchmarks.sweep import Absent, Found, Point, Sweep

@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flashgen
 from flashgen.op.op import AttentionOp, OpParts
-from flashgen.tuning.timing import paired_times
+from flashgen.tuning.tune import paired_times
 from tools.benchmarks.peak_memory import peak_bytes
 from tools.benchmarks.report import publish
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 import flashgen
-from flashgen.ir.interval import hash_value
+from flashgen.ir.operators import OPERATORS
 from flashgen.op.op import AttentionOp
 from tests.masks.catalogue import MASKS, Mask
 from tests.masks.device import TILES as DEVICE_TILES
@@ -100,8 +100,9 @@ class _Layout:
 
 
 def _random(share: int) -> _Layout:
+    drawn = OPERATORS["hash"].meaning
     return _Layout(
-        "random blocks", 64, f"hash(I, J, 3) % 1024 < {share}", lambda i, j: hash_value(i, j, 3) % 1024 < share
+        "random blocks", 64, f"hash(I, J, 3) % 1024 < {share}", lambda i, j: drawn(None, i, j, 3) % 1024 < share
     )
 
 

@@ -47,7 +47,7 @@ from flashgen.targets.gpu.schedules import Backward, Forward
 from flashgen.targets.gpu.tiles import ElementPlan, GpuPlan
 from flashgen.targets.registry import GPUS
 from flashgen.toolchains.cpp import compile_sources
-from flashgen.tuning.timing import paired_times
+from flashgen.tuning.tune import paired_times
 
 cuda: Any = torch.cuda
 GPU_SHAPE, CPU_SHAPE = Shape(2, 16, 16, 8192, 8192), Shape(1, 3, 3, 1500, 1500)

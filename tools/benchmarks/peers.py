@@ -32,8 +32,7 @@ from flashgen.ir.expr import Expr, Symbol, SymbolKind, index, index_set, literal
 from flashgen.ir.spec import AttentionSpec
 from flashgen.plan.paper import rabe_staats_blocks
 from flashgen.reference.dense import param_values
-from flashgen.reference.evaluate import Evaluator
-from flashgen.reference.guard import Guard
+from flashgen.reference.evaluate import Evaluator, Guard
 from flashgen.reference.shard import Shard
 from flashgen.verification.inputs import Inputs
 from flashgen.verification.verify import dense

@@ -27,7 +27,7 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.op.node import ENVIRONMENT_VARIABLE as NODE
 from flashgen.op.op import AttentionOp
-from flashgen.tuning.timing import Spread, paired_times
+from flashgen.tuning.tune import Spread, paired_times
 from flashgen.verification.inputs import Inputs, random_inputs
 from tools.benchmarks.bench import Comparison, compare
 from tools.benchmarks.report import publish

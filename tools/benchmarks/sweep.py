@@ -18,7 +18,7 @@ from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType
 from flashgen.op.op import AttentionOp
-from flashgen.tuning.timing import Spread, paired_times, waiting
+from flashgen.tuning.tune import Spread, paired_times, waiting
 from flashgen.verification.inputs import Inputs
 from tools.benchmarks.bench import passes_of, run_of
 from tools.benchmarks.peak_memory import available_bytes, peak_bytes

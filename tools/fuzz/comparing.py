@@ -18,8 +18,7 @@ from torch import Tensor
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.signature import F8
 from flashgen.verification.inputs import Inputs
-from flashgen.verification.second_order import DIRECTIONS, numbers_like
-from flashgen.verification.verify import FLOAT32_TOLERANCE, norm, relative_error, widened
+from flashgen.verification.verify import DIRECTIONS, FLOAT32_TOLERANCE, norm, numbers_like, relative_error, widened
 from tools.fuzz.draws import CallDraw
 from tools.fuzz.inputs import Arguments, plain
 from tools.fuzz.rounding import OutOfRange, Rounded

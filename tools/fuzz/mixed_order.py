@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from flashgen.verification.second_order import DIRECTIONS, Function, Results, moves_of, numbers_like
+from flashgen.verification.verify import DIRECTIONS, Function, Results, moves_of, numbers_like
 
 
 def mixed_order(

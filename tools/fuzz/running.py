@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashgen.analysis.own_scale import Use, scales
+from flashgen.analysis.captured import Use, scales
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.eight_bits import rounded_weights
 from flashgen.op.op import AttentionOp
@@ -22,7 +22,7 @@ from flashgen.reference.dense import Dropout, attention, drop_probability, param
 from flashgen.reference.shard import Shard
 from flashgen.reference.tiled import gives_nothing
 from flashgen.verification.inputs import Inputs
-from flashgen.verification.second_order import second_order
+from flashgen.verification.verify import second_order
 from tools.fuzz.doors import through_door
 from tools.fuzz.draws import CallDraw
 from tools.fuzz.inputs import Arguments, Held

@@ -22,7 +22,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from flashgen.analysis.masked_score import conjuncts
+from flashgen.analysis.selection import conjuncts
 from flashgen.analysis.variant import Variant
 from flashgen.compiler.tile_choices import planned_at
 from flashgen.distributed.blocks import MOST_BLOCKS, MOST_ROWS, Mask, are_few, cuts, kept

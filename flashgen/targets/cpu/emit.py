@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flashgen.analysis.base_2 import LOG2_E, in_base_2, needs_no_maximum
 from flashgen.analysis.diagonals import diagonal_values, over_diagonals
+from flashgen.analysis.factors import LOG2_E, in_base_2, needs_no_maximum
 from flashgen.analysis.levels import Level, observed_loads
 from flashgen.analysis.variant import CapturedGradient, Variant, constant_factor
 from flashgen.emit.context import (

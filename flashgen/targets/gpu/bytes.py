@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashgen.analysis.boxes import Boxes, classify_tiles
 from flashgen.analysis.by_blocks import UNIT
 from flashgen.analysis.levels import mask_axes
 from flashgen.analysis.selection import block_of, selected
-from flashgen.analysis.tiles import TileClass, by_position, loads_of_kernels
+from flashgen.analysis.tiles import Boxes, TileClass, by_position, classify_tiles, loads_of_kernels
 from flashgen.analysis.variant import Variant
 from flashgen.ir.expr import Expr
 from flashgen.ir.shape import Shape

@@ -9,8 +9,8 @@ Of elements that receive gradients by distance the launch also says which are th
 
 from __future__ import annotations
 
-from flashgen.analysis.base_2 import LOG2_E, in_base_2
 from flashgen.analysis.diagonals import by_distance, diagonal_values, over_diagonals
+from flashgen.analysis.factors import LOG2_E, in_base_2
 from flashgen.analysis.levels import Level
 from flashgen.analysis.variant import CapturedGradient, Variant
 from flashgen.ir.build import apply

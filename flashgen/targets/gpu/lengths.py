@@ -5,9 +5,8 @@ In: a ``Variant``. Out: whether queries keep keys however far back, and whether 
 
 from __future__ import annotations
 
-from flashgen.analysis.boxes import classify
 from flashgen.analysis.levels import Level, level_of
-from flashgen.analysis.tiles import Tile, TileClass
+from flashgen.analysis.tiles import Tile, TileClass, classify
 from flashgen.analysis.variant import Variant
 from flashgen.ir.expr import Apply, Expr
 from flashgen.ir.interval import IntRange

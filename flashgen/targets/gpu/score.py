@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from flashgen.analysis.base_2 import LOG2_E, bounding_condition, float_params, needs_no_maximum
-from flashgen.analysis.factors import is_of_launch
+from flashgen.analysis.factors import LOG2_E, bounding_condition, float_params, is_of_launch, needs_no_maximum
 from flashgen.analysis.levels import Level, kept_level
 from flashgen.analysis.norms import SplitNorms, split_norms
 from flashgen.analysis.ranging import bounds

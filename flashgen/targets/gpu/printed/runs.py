@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from flashgen.analysis.constraints import Truth
 from flashgen.analysis.kept import Blocks, Run, fits_position, kept_runs
 from flashgen.analysis.levels import level_of
-from flashgen.analysis.linear import Linear
+from flashgen.analysis.ranging import Linear
 from flashgen.emit.placement import Placement
 from flashgen.emit.spelling import c_sum
 from flashgen.ir.expr import Expr, Symbol

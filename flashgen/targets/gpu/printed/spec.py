@@ -10,9 +10,8 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from flashgen.analysis.base_2 import LOG2_E
 from flashgen.analysis.constraints import ROW
-from flashgen.analysis.factors import is_of_launch, never_zero
+from flashgen.analysis.factors import LOG2_E, is_of_launch, never_zero
 from flashgen.analysis.levels import Level, level_of
 from flashgen.analysis.selection import selected
 from flashgen.analysis.variant import Variant

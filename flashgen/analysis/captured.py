@@ -3,15 +3,18 @@
 Stage: analyse. In: an ``AttentionSpec``. Out: ``Scale``s: captured tensors on one scale, and the way in which their
 values matter. Kernels read 32 bits. Where only differences matter, a call may subtract one offset from every number
 before it narrows them (time stamps); where only comparisons matter, it may replace numbers by ranks (hashes, ids).
+``batch_axes`` says along which axis each runs with the batch: ``torch.vmap`` folds mapped dimensions into it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from flashgen.ir.expr import Apply, Expr, Literal, Load, walk
+from flashgen.analysis.simplify import simplify
+from flashgen.ir.expr import Apply, Expr, Literal, Load, index, size, walk
 from flashgen.ir.operators import OPERATORS
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType, ScalarType
@@ -128,3 +131,32 @@ class _Uses:
         self.together |= dict.fromkeys(whole, whole)
         for name, count in total.terms.items():
             self.uses[name] = max(self.uses[name], use if stays or not count else Use.VALUE)
+
+
+_B, _b = size("B"), index("b")
+
+
+@functools.lru_cache(maxsize=64)
+def batch_axes(spec: AttentionSpec) -> Mapping[str, int | None] | None:
+    """The axis of each captured tensor that runs along the batch, None for a tensor without one. None for all where an
+    entry's result depends on its number or on the size of the batch.
+
+    Dropout, which depends on the number of an entry, is not considered: a call may drop nothing.
+    """
+    roots = [simplify(each) for each in spec.expressions]
+    axes: dict[str, int | None] = {}
+    for tensor in spec.tensors:
+        along = [axis for axis, extent in enumerate(tensor.shape) if _B in set(walk(extent))]
+        if len(along) > 1 or any(tensor.shape[axis] != _B for axis in along):
+            return None
+        axes[tensor.name] = along[0] if along else None
+    defaults = [param.default for param in spec.params if param.default is not None]
+    if any(_B in set(walk(root)) for root in (*defaults, *roots)):
+        return None
+    for node in walk(*roots):
+        own = axes[node.tensor] if isinstance(node, Load) else None
+        if own is not None and isinstance(node, Load) and node.indices[own] != _b:
+            return None
+        if _b in (child for n, child in enumerate(node.children) if n != own):
+            return None
+    return axes
