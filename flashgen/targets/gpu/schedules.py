@@ -3,7 +3,8 @@
 A class is a schedule; a value of it is a tile for that schedule, with fields of its own. What readers ask of every
 schedule has its usual answer in ``Schedule`` or in the class of a pass; a schedule that answers otherwise has a field,
 a constant or a property of that name. Families have values in ``tables.py``; ``complete`` of their recipes decides the
-fields that follow from a variant.
+fields that follow from a variant. ``header`` is the file of ``include/flashgen/forward`` or ``backward`` that has the
+kernel: a new schedule is such a file, its class here, and rows in a table.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Schedule(Tiles):
     sram_bytes: int = field(default=0, kw_only=True, compare=False)
     schedule: str = field(default="", kw_only=True, compare=False)
 
+    header = "by_warps"
     warpgroups = False  # products are Hopper's, of four warps at a time, with operands in shared memory
     producers = 0  # more warps, which copy
     least_registers = model.COPYING_REGISTERS  # of a thread of these
@@ -116,6 +118,7 @@ class Schedule(Tiles):
 class Forward(Schedule):
     """Of the forward pass: a block has queries, and K and V stream."""
 
+    header_of_tangents = "by_warps"  # in forward mode
     q_in_registers = False
     overlaps_next = False  # warpgroups begin a query tile beside the last product of the one before
 
@@ -202,11 +205,16 @@ class SelfLoading(Forward):
     """
 
     warpgroups = True
+    header_of_tangents = "by_warpgroups"
     stages: int = 2
     blocks: int = 1
     tensor_copies: bool = False
     prefetches_next: bool = False
     pairs_staged: bool = False
+
+    @property
+    def header(self) -> str:  # type: ignore[override]
+        return "self_loading" if self.tensor_copies else "warpgroups_alone"
 
 
 @dataclass(frozen=True)
@@ -216,6 +224,7 @@ class Producers(Forward):
     ``overlaps_next``: warpgroups begin a query tile beside the last product of the one before; ``q_places`` of Q.
     """
 
+    header, header_of_tangents = "warpgroups_with_producers", "tangents_with_producers"
     warpgroups = tensor_copies = True
     producers = 4
     stages: int = 2
@@ -232,6 +241,7 @@ class PingPong(Forward):
     The blocks of a cluster have 64 of the rows each, and share their copies of K and V.
     """
 
+    header = header_of_tangents = "ping_pong"
     warpgroups = tensor_copies = ping_pong = True
     producers = 4
     split = 2
@@ -251,6 +261,7 @@ class PingPong(Forward):
 class DividedWarpgroups(Forward):
     """The same without turns: each has scores of half a tile's keys, all copy, and a block has one query tile."""
 
+    header = header_of_tangents = "by_warpgroups"
     warpgroups = True
     split = 2
 
@@ -342,6 +353,7 @@ class KeyWarps(Backward):
 class SelfLoadingKeys(Backward):
     """Warpgroups that copy for themselves, dO and dS in two stages as Q; see ``SelfLoading``."""
 
+    header = "by_warpgroups"
     warpgroups = True
     stages: int = 2
     blocks: int = 1
@@ -358,6 +370,7 @@ class ProducerKeys(Backward):
     ``pairs_staged``: by a warp that copies.
     """
 
+    header = "by_warpgroups"
     warpgroups = True
     producers = 4
     stages: int = 2
@@ -371,6 +384,7 @@ class ProducerKeys(Backward):
 class OwnKeys(Backward):
     """Two warpgroups with 64 keys each and half of the columns of dQ; other warps copy. dO and dS have one stage."""
 
+    header = "wide"
     warpgroups = tensor_copies = halves_dq = True
     producers = 4
     Br: int = 64
@@ -419,6 +433,8 @@ class SharedDq(OwnKeys):
 class Queries(Schedule):
     """Of dQ, where it has a kernel of its own: a block has queries, and K and V stream."""
 
+    header = "queries"
+
     @property
     def barriers(self) -> int:
         return 2 if self.warpgroups else 3 + (self.split > 1)
@@ -440,6 +456,7 @@ class QueryWarps(Queries):
 class QueryWarpgroups(Queries):
     """Warpgroups that copy for themselves."""
 
+    header = "warpgroup_queries"
     warpgroups = True
     stages: int = 2
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.launches import LEAST_PART, MOST_PARTS, MOST_UNITS, PART_OVERHEAD, shares_last
 from flashgen.targets.gpu.layout import Printed, printed
@@ -49,13 +50,13 @@ class Constants:
 
 @dataclass(frozen=True)
 class ForwardCode:
-    """A block is a chain of classes: ``parts`` are headers and names of what a spec asks for, ``schedule`` has more."""
+    """A block is a chain of classes: ``parts`` are headers and names of what a spec asks for, ``header`` has more."""
 
     tiles: Forward
     constants: Constants
     memory: Printed
     parts: tuple[tuple[str, str], ...]
-    schedule: str
+    header: str
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def forward_code(plan: GpuPlan) -> ForwardCode:
         constants=Constants("ForwardPlan", "The plan of the forward pass.", _constants(tiles, _OF_FORWARD, more)),
         memory=printed("ForwardMemory", "Where blocks of the forward pass have what, in bytes.", "class T", layouts),
         parts=_forward_parts(recipe, tiles),
-        schedule=_forward_schedule(tiles, cached=variant.kind.cached, tangent=variant.tangent is not None),
+        header=_forward_header(variant, tiles),
     )
 
 
@@ -121,14 +122,10 @@ def _forward_parts(recipe: Recipe, tiles: Forward) -> tuple[tuple[str, str], ...
     return tuple((header, name) for header, name, is_there in chain if is_there)
 
 
-def _forward_schedule(tiles: Forward, *, cached: bool, tangent: bool) -> str:
-    if cached or not tiles.warpgroups:
-        return "caches" if cached else "by_warps"
-    if tiles.divided or (tangent and not tiles.producers):
-        return "by_warpgroups"
-    if tiles.producers:
-        return "ping_pong" if tiles.ping_pong else f"{'tangents' if tangent else 'warpgroups'}_with_producers"
-    return "self_loading" if tiles.tensor_copies else "warpgroups_alone"
+def _forward_header(variant: Variant, tiles: Forward) -> str:
+    if variant.kind.cached:
+        return "caches"
+    return tiles.header if variant.tangent is None else tiles.header_of_tangents
 
 
 def backward_code(plan: GpuPlan) -> BackwardCode:
