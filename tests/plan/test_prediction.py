@@ -19,7 +19,7 @@ from flashgen.targets.cpu.plan import plan_cpu
 from flashgen.targets.cpu.products import Products
 from flashgen.targets.device_table import known_devices, product_of
 from flashgen.targets.gpu import cost as gpu_cost
-from flashgen.targets.gpu.by_shape import rivals
+from flashgen.targets.gpu.family import rivals
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.registers import MOST, registers
 from flashgen.targets.gpu.tiles import ElementPlan

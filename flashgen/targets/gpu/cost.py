@@ -12,7 +12,7 @@ It is a model to rank tiles by. Its constants were fitted to times of an H200, i
 ``L2_BYTES_PER_CLOCK``, ``ISSUE`` and ``SPILL_CLOCKS`` to 34 of causal attention (``tools/benchmarks/model.py`` at
 2,16,16,8192,8192, both passes, D 64 and 128); ``INSTRUCTIONS``, ``PROLOGUE`` and ``NEXT_PROLOGUE`` to 380 of causal
 and plain calls of 256 to 16,384 tokens at these head dimensions, so that what it calls the fastest is fast: what calls
-take (``by_shape.py``) is 1 % behind the fastest of the tiles that were timed, 14 % at most. Predictions are off by 13
+take (``family.py``) is 1 % behind the fastest of the tiles that were timed, 14 % at most. Predictions are off by 13
 % (root mean square). Clocks are the boost clock's. ``tools/benchmarks/README.md`` has the tables.
 """
 
