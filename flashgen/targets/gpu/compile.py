@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.plan.plan import CallKind, Spill
-from flashgen.targets.gpu.registers import harmless_spill
-from flashgen.targets.gpu.tiles import OF_KERNEL, GpuPlan
+from flashgen.targets.gpu.tiles import OF_KERNEL, GpuPlan, harmless_spill
 from flashgen.toolchains.nvrtc import CudaBinary, Resources, compile_cuda_parts
 
 # A source in which this stands has kernels that only calls with deterministic=True start.

@@ -22,9 +22,8 @@ from flashgen.targets.gpu.layouts import layout_of
 from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, limits, limits_of_schedule
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.recipes import Recipes, candidates
-from flashgen.targets.gpu.registers import harmless_spill, still_spilled
 from flashgen.targets.gpu.schedules import Forward, KeyWarps, Schedule, Warps
-from flashgen.targets.gpu.tiles import ElementPlan, GpuPlan
+from flashgen.targets.gpu.tiles import ElementPlan, GpuPlan, harmless_spill, still_spilled
 
 
 def plan_gpu(recipe: Recipe, target: Architecture, recipes: Recipes, spills: Collection[Spill] = ()) -> GpuPlan:

@@ -24,13 +24,13 @@ from flashgen.ir.expr import Expr, Symbol
 from flashgen.kinds.operand import stride_of
 from flashgen.plan.arguments import dimension_field, stride_field, tensor_field
 from flashgen.targets.gpu.diagonals import diagonal_indices
-from flashgen.targets.gpu.layout import joined
 from flashgen.targets.gpu.model import (
     OPENED_TILE,
     PLACE_OF_QUERIES,
     PRODUCER_TILES_OF_QUERIES,
     TILES_OF_KEYS,
     TILES_OF_QUERIES,
+    joined,
     notes,
     visit_list,
 )

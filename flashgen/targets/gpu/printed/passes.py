@@ -12,7 +12,6 @@ from types import MappingProxyType
 
 from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.launches import LEAST_PART, MOST_PARTS, MOST_UNITS, PART_OVERHEAD, shares_last
-from flashgen.targets.gpu.layout import Printed, printed
 from flashgen.targets.gpu.layouts import backward_layout, forward_layout, query_layout
 from flashgen.targets.gpu.model import (
     KEYS_OF_SUMS,
@@ -20,8 +19,10 @@ from flashgen.targets.gpu.model import (
     MERGED_WEIGHTS,
     MERGING_THREADS,
     MOST_COLUMNS,
+    Printed,
     dq_column_groups,
     padded,
+    printed,
     row_words,
     spans_of_half,
 )
