@@ -118,7 +118,7 @@ class GpuPlan(Plan):
         return asdict(shared) | {"target": self.target, "elements": elements}
 
 
-# -- registers of a thread, before anything is compiled -----------------------------------------------------------------
+# -- registers of a thread, before anything is compiled ----------------------------------------------------------------
 
 # The compiler's own report decides in the end; a test holds the two against each other.
 MOST_REGISTERS = 255  # of a thread, on every architecture
