@@ -1,6 +1,6 @@
 """The mask as kernels ask it: ranges of tiles, what they observe of captured tensors, and where visits are listed.
 
-In: the recipe of a variant, and where its code is placed. Out: a ``MaskCode``, ``mask`` in templates.
+In: the recipe of a variant, and where its code is placed. Out: ``mask`` in templates.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from flashgen.analysis.linear import Linear
 from flashgen.analysis.pieces import block_sizes
 from flashgen.analysis.selection import block_of, selected
 from flashgen.analysis.variant import Variant
-from flashgen.emit.context import Masks, Observed, masks_apart, observed_load
+from flashgen.emit.context import masks_apart, observed_load
 from flashgen.emit.placement import Placement
-from flashgen.emit.ranges import RangeCode, range_code
+from flashgen.emit.ranges import range_code
 from flashgen.emit.spelling import c_sum
 from flashgen.ir.expr import Expr, Symbol
 from flashgen.kinds.operand import stride_of
@@ -107,136 +107,80 @@ def _truth(truth: Truth, placement: Placement) -> str:
     return code if truth.value else f"!{code}"
 
 
-@dataclass(frozen=True)
-class ListCode:
-    """Lists of visits: what of a call's heads has lists of its own, and whether the host keeps them.
+def mask_code(recipe: Recipe, placement: Placement, *, lines: bool) -> dict[str, object]:
+    """Which tiles and pairs are kept; places what the mask observes.
 
-    Where blocks take the ``longest_first``, ``mask_of_head`` is code for the number of lists of masks before that of a
-    ``head`` counted through the batch, as the beginning of a sum; so many heads in a row share a mask, of
-    ``sharers_of_queries`` and of ``sharers_of_keys``.
-    """
-
-    masks: Masks
-    kept: bool
-    longest_first: bool
-    mask_of_head: str
-    sharers_of_queries: str
-    sharers_of_keys: str
-
-
-@dataclass(frozen=True)
-class Selected:
-    """The condition that asks whether a key is selected, in ``block`` keys together, over caches."""
-
-    range: RangeCode
-    block: int
-
-
-@dataclass(frozen=True)
-class Listed:
-    """By blocks of keys: of a query's list where its first number lies in the field ``tensor``, how far apart the
-    others do, and the field that says how many there are, each of a ``block`` of keys.
-
-    ``heads_apart`` and ``rows_apart`` are the fields that say how far those of Q are.
-    """
-
-    tensor: str
-    offset: str
-    stride: str
-    numbers: str
-    heads_apart: str
-    rows_apart: str
-    block: int
-
-
-@dataclass(frozen=True)
-class MaskCode:
-    """Which tiles and pairs are kept.
-
-    ``diagonals``: whose numbers of diagonals a kernel reads, where there are some. ``by_head``: heads that share keys
-    have masks of their own. Tiles are cut in ``pieces`` at blocks of these sizes, by rows and by columns. Beside a list
-    of visits blocks keep ``words_of_notes``, in the structs ``notes``. ``keys_of_row``, ``queries_of_column``: what a
-    line keeps, where it is known without a look at each pair.
-    """
-
-    keep_range: RangeCode
-    keys_of_row: tuple[RunCode, ...] | None
-    queries_of_column: tuple[RunCode, ...] | None
-    selected: Selected | None
-    listed: Listed | None
-    by_head: bool
-    pieces: str | None
-    lists: ListCode | None
-    rows: tuple[Observed, ...]
-    columns: tuple[Observed, ...]
-    diagonals: Masks | None
-    words_of_notes: int
-    bytes_of_list: int
-    notes: str
-
-    @property
-    def asks_lines(self) -> bool:
-        """Whether rows or columns know what they keep."""
-        return self.keys_of_row is not None or self.queries_of_column is not None
-
-
-def mask_code(recipe: Recipe, placement: Placement, *, lines: bool) -> MaskCode:
-    """The mask of a variant; places what it observes. ``lines``: what a row or column keeps may be asked for at once.
-
-    Warps that multiply for themselves have no registers for that: on sm_80 D 64 forward spilled 32 bytes more.
+    ``lines``: what a row or column keeps may be asked for at once. Warps that multiply for themselves have no registers
+    for that: on sm_80 D 64 forward spilled 32 bytes more.
     """
     variant, loads = recipe.computed, (*recipe.observed_rows, *recipe.observed_columns)
     observed = tuple(observed_load(load, placement) for load in loads)
-    return MaskCode(
-        keep_range=range_code(variant.keep, placement, {each.load: f"{each.struct}.{each.name}" for each in observed}),
-        keys_of_row=runs_of_line(variant.keep_of_pairs, COLUMN, placement) if lines else None,
-        queries_of_column=runs_of_line(variant.keep_of_pairs, ROW, placement) if lines else None,
-        selected=_selected(variant, placement),
-        listed=_listed(variant, placement),
-        by_head="h" in mask_axes(variant.keep),
-        pieces=_pieces(variant.keep) if recipe.cuts else None,
-        lists=_lists(recipe),
-        rows=tuple(each for each in observed if each.struct == "rows"),
-        columns=tuple(each for each in observed if each.struct == "columns"),
-        diagonals=masks_apart(diagonal_indices(variant)) if recipe.numbers else None,
-        words_of_notes=notes(variant),
-        bytes_of_list=visit_list(variant),
-        notes=_notes(variant),
-    )
+    names = {each.load: f"{each.struct}.{each.name}" for each in observed}
+    return {
+        "keep_range": range_code(variant.keep, placement, names),
+        # What a line keeps, where it is known without a look at each pair.
+        "keys_of_row": runs_of_line(variant.keep_of_pairs, COLUMN, placement) if lines else None,
+        "queries_of_column": runs_of_line(variant.keep_of_pairs, ROW, placement) if lines else None,
+        "selected": _selected(variant, placement),
+        "listed": _listed(variant, placement),
+        "by_head": "h" in mask_axes(variant.keep),  # heads that share keys have masks of their own
+        "pieces": _pieces(variant.keep) if recipe.cuts else None,  # sizes of blocks, by rows and by columns
+        "lists": _lists(recipe),
+        "rows": tuple(each for each in observed if each.struct == "rows"),
+        "columns": tuple(each for each in observed if each.struct == "columns"),
+        # Whose numbers of diagonals a kernel reads, where there are some.
+        "diagonals": masks_apart(diagonal_indices(variant)) if recipe.numbers else None,
+        "words_of_notes": notes(variant),  # which blocks keep beside a list of visits
+        "bytes_of_list": visit_list(variant),
+        "notes": _notes(variant),  # structs of these
+    }
 
 
-def _lists(recipe: Recipe) -> ListCode | None:
+def _lists(recipe: Recipe) -> dict[str, object] | None:
+    """Lists of visits."""
     if not recipe.has_lists:
         return None
     axes = mask_axes(recipe.variant.keep)
     sharers = ("unsigned(a.heads)", "unsigned(a.kv_heads)")
     if "hkv" in axes:
         sharers = ("unsigned(a.heads) / unsigned(a.kv_heads)", "1u")
-    mask_of_head = "head / sharers * tiles + " if "b" in axes else ""
-    return ListCode(masks_apart(axes), recipe.lists is Lists.KEPT, recipe.longest_first, mask_of_head, *sharers)
+    return {
+        "masks": masks_apart(axes),  # what of a call's heads has lists of its own
+        "kept": recipe.lists is Lists.KEPT,  # by the host
+        "longest_first": recipe.longest_first,
+        # The number of lists of masks before that of a ``head`` counted through the batch, as the beginning of a sum.
+        "mask_of_head": "head / sharers * tiles + " if "b" in axes else "",
+        # So many heads in a row share a mask.
+        "sharers_of_queries": sharers[0],
+        "sharers_of_keys": sharers[1],
+    }
 
 
-def _selected(variant: Variant, placement: Placement) -> Selected | None:
+def _selected(variant: Variant, placement: Placement) -> dict[str, object] | None:
+    """The condition that asks whether a key is selected, in a block of keys together, over caches."""
     asked = selected(variant.keep, variant.spec.tensors) if variant.kind.cached else None
     if asked is None:
         return None
-    return Selected(range_code(asked, placement), block_of(variant.spec.tensors))
+    return {"range": range_code(asked, placement), "block": block_of(variant.spec.tensors)}
 
 
-def _listed(variant: Variant, placement: Placement) -> Listed | None:
+def _listed(variant: Variant, placement: Placement) -> dict[str, object] | None:
+    """By blocks of keys: a query's list."""
     listed = variant.listed
     if listed is None:
         return None
     name = listed.first.tensor
-    return Listed(
-        tensor=tensor_field(name),
-        offset=placement.offset_of_pair(listed.first),
-        stride=stride_field(name, listed.axis),
-        numbers=dimension_field(name, listed.axis),
-        heads_apart=stride_of("q", "h"),
-        rows_apart=stride_of("q", "n"),
-        block=listed.block,
-    )
+    return {
+        # In which field its first number lies and where, how far apart the others do, and how many there are.
+        "tensor": tensor_field(name),
+        "offset": placement.offset_of_pair(listed.first),
+        "stride": stride_field(name, listed.axis),
+        "numbers": dimension_field(name, listed.axis),
+        # The fields that say how far those of Q are.
+        "heads_apart": stride_of("q", "h"),
+        "rows_apart": stride_of("q", "n"),
+        "block": listed.block,  # of so many keys is each number
+    }
 
 
 def _pieces(keep: Expr) -> str:

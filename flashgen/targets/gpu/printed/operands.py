@@ -1,6 +1,6 @@
 """What kernels are called with: operands and where their rows lie, ``struct Arguments``, the workspace.
 
-In: the plan of a variant in one element type, the passes. Out: an ``OperandCode``, ``operands`` in templates. No
+In: the plan of a variant in one element type, the passes. Out: ``operands`` in templates. No
 template computes a stride: of each operand C++ functions of ``struct Arguments`` say where rows are read and written.
 In ragged batches and over caches kernels see one sequence at a time; in the former ``sequence_code`` moves the pointers
 to it. Over caches rows are counted from the first sequence's where they are asked for, so that nothing is computed
@@ -12,13 +12,12 @@ head by head within each position, and finds keys through a sequence's entry or 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 
 from flashgen.analysis.variant import Variant
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ScalarType
 from flashgen.kinds.kind import PassName
-from flashgen.kinds.operand import HEAD_ROWS, Elements, Field, Operand, Rows
+from flashgen.kinds.operand import HEAD_ROWS, Elements, Operand, Rows
 from flashgen.plan.arguments import fields_of_sequences, param_field, param_place_field
 from flashgen.targets.gpu.launches import captured_elements
 from flashgen.targets.gpu.lists import cuda_fields
@@ -26,56 +25,32 @@ from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.gpu.workspace import count_code, workspace_code
 
 
-@dataclass(frozen=True)
-class Param:
-    """A param: its name and type in C++, and the field that says where it lies."""
-
-    name: str
-    c_type: str
-    place: str
-
-
-@dataclass(frozen=True)
-class OperandCode:
-    """Rows of q, k, v and o, and all other arguments.
-
-    ``written`` and ``written_of_keys``: the type of elements of o and dq, and of dk and dv: T, that of the call, or
-    another. ``of_sequences`` are fields, and those of their tables.
-    """
-
-    written: str
-    written_of_keys: str
-    addressing: str
-    sequence_code: tuple[str, ...]
-    of_sequences: tuple[tuple[str, str], ...]
-    arguments: tuple[Field, ...]
-    params: tuple[Param, ...]
-    captured: dict[str, str]  # the elements of each that has a gradient, by the field that receives it
-    workspace: str
-
-
-def operand_code(plan: GpuPlan, passes: Collection[PassName]) -> OperandCode:
-    """The operands of a variant."""
+def operand_code(plan: GpuPlan, passes: Collection[PassName]) -> dict[str, object]:
+    """Rows of q, k, v and o of a variant, and all other arguments."""
     variant = plan.recipe.variant
     spec, has_sequences = variant.spec, variant.kind.ragged or variant.kind.cached
-    return OperandCode(
-        written=_written(variant, "o", "dq"),
-        written_of_keys=_written(variant, "dk", "dv"),
-        addressing=addressing_code(variant.kind.operands),
-        sequence_code=sequence_code(variant.kind.operands, variant.head_dim) if variant.kind.ragged else (),
-        of_sequences=tuple(fields_of_sequences(spec).items()) if has_sequences else (),
-        arguments=cuda_fields(plan.recipe),
-        params=tuple(
-            Param(
-                param_field(each.name),
-                "float" if each.type is ScalarType.FLOAT else "int32_t",
-                param_place_field(each.name),
-            )
+    return {
+        # The type of elements of o and dq, and of dk and dv: T, that of the call, or another.
+        "written": _written(variant, "o", "dq"),
+        "written_of_keys": _written(variant, "dk", "dv"),
+        "addressing": addressing_code(variant.kind.operands),
+        "sequence_code": sequence_code(variant.kind.operands, variant.head_dim) if variant.kind.ragged else (),
+        # Fields, and those of their tables.
+        "of_sequences": tuple(fields_of_sequences(spec).items()) if has_sequences else (),
+        "arguments": cuda_fields(plan.recipe),
+        # Names and types in C++, and the fields that say where they lie.
+        "params": tuple(
+            {
+                "name": param_field(each.name),
+                "c_type": "float" if each.type is ScalarType.FLOAT else "int32_t",
+                "place": param_place_field(each.name),
+            }
             for each in spec.params
         ),
-        captured={name: count_code(count) for name, count in captured_elements(variant).items()},
-        workspace=workspace_code(plan, passes),
-    )
+        # The elements of each that has a gradient, by the field that receives it.
+        "captured": {name: count_code(count) for name, count in captured_elements(variant).items()},
+        "workspace": workspace_code(plan, passes),
+    }
 
 
 def _written(variant: Variant, *names: str) -> str:

@@ -7,7 +7,7 @@ Formulas are placed first, captured gradients and loads of the mask by their own
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from flashgen.analysis.base_2 import LOG2_E
@@ -43,22 +43,6 @@ class RowFunction:
 READ_OF_PAIR = "read_of_pair"  # a function
 
 
-@dataclass(frozen=True)
-class Prefetch:
-    """An element that pairs read, which may be read before it is needed: its types in the tensor and in expressions.
-
-    ``offset`` is its place in the ``tensor``, ``stride`` and ``row_stride`` how far the next column's and row's are.
-    """
-
-    element: str
-    c_type: str
-    tensor: str
-    offset: str
-    stride: str
-    row_stride: str
-    comment: str
-
-
 class Places:
     """Where the code of one source is placed: hooks by their names, and functions of rows. It grows as modules add."""
 
@@ -78,20 +62,6 @@ class Places:
         """Place a function of a row."""
         code = self.placement.value(name, expr, Level.ROW)
         self.row_functions.append(RowFunction(name, code, comment))
-
-
-@dataclass(frozen=True)
-class NormCode:
-    """Of scores without |q|²: what |k|² is multiplied by once a key, if it is, and whether heads have their own.
-
-    ``varies``: it is no constant, so that sequences of a ragged batch may have their own, by their lengths. ``by_lse``:
-    what arrives at |q|² is P times what arrives at lse.
-    """
-
-    of_key: str | None
-    of_heads: bool
-    varies: bool
-    by_lse: bool
 
 
 @dataclass(frozen=True)
@@ -145,11 +115,11 @@ class SpecCode:
     in_bounds: str | None
     bounds_rows: bool
     small_tanh: str | None
-    norms: NormCode | None
+    norms: Mapping[str, object] | None
     exponent: ExponentCode
     dot_factor: str | None
     by_score: Callable[..., str]
-    prefetch: Prefetch | None
+    prefetch: Mapping[str, object] | None
 
     def run(self, block: str, others: str, arguments: str, by_bounds: object) -> str:
         """Runs a block; of one that is for launches that bound scores, or for others, the one that a launch needs."""
@@ -267,26 +237,33 @@ def _exponent_code(recipe: Recipe, placement: Placement) -> ExponentCode:
     return ExponentCode(code, f"fg::abs({code})", f"fg::abs({slope})", hidden, sign, slope)
 
 
-def _norm_code(score: Distance, placement: Placement) -> NormCode:
+def _norm_code(score: Distance, placement: Placement) -> dict[str, object]:
+    """Of scores without |q|²."""
     factor = score.norms.of_key
-    if factor is None:
-        return NormCode(None, of_heads=False, varies=False, by_lse=score.by_lse)
-    level = level_of(factor)
-    code, varies = placement.value("of_key", factor, level), not isinstance(factor, Literal)
-    return NormCode(code, of_heads=level is Level.HEAD, varies=varies, by_lse=score.by_lse)
+    return {
+        # What |k|² is multiplied by once a key, if it is, and whether heads have their own.
+        "of_key": None if factor is None else placement.value("of_key", factor, level_of(factor)),
+        "of_heads": factor is not None and level_of(factor) is Level.HEAD,
+        # It is no constant, so that sequences of a ragged batch may have their own, by their lengths.
+        "varies": factor is not None and not isinstance(factor, Literal),
+        "by_lse": score.by_lse,  # what arrives at |q|² is P times what arrives at lse
+    }
 
 
-def _prefetch(variant: Variant, load: Load, placement: Placement) -> Prefetch:
+def _prefetch(variant: Variant, load: Load, placement: Placement) -> dict[str, object]:
+    """An element that pairs read, which may be read before it is needed."""
     element = element_of(variant, load)
-    return Prefetch(
-        element="uint8_t" if element is ElementType.BOOL else C_TYPES[element],
-        c_type="bool" if element is ElementType.BOOL else "float",
-        tensor=tensor_field(load.tensor),
-        offset=placement.offset_of_pair(load),
-        stride=stride_field(load.tensor, len(load.indices) - 1),
-        row_stride=stride_field(load.tensor, load.indices.index(ROW)),
-        comment=text(load),
-    )
+    return {
+        # Its types in the tensor and in expressions.
+        "element": "uint8_t" if element is ElementType.BOOL else C_TYPES[element],
+        "c_type": "bool" if element is ElementType.BOOL else "float",
+        # Its place in the tensor, and how far the next column's and row's are.
+        "tensor": tensor_field(load.tensor),
+        "offset": placement.offset_of_pair(load),
+        "stride": stride_field(load.tensor, len(load.indices) - 1),
+        "row_stride": stride_field(load.tensor, load.indices.index(ROW)),
+        "comment": text(load),
+    }
 
 
 def has_dropout(variant: Variant) -> bool:
