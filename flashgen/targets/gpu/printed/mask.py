@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from flashgen.analysis.constraints import COLUMN, ROW, Truth
 from flashgen.analysis.kept import Blocks, Run, fits_position, kept_runs
@@ -37,36 +36,24 @@ from flashgen.targets.gpu.model import (
 from flashgen.targets.gpu.recipe import Lists, Recipe
 
 
-@dataclass(frozen=True)
-class RunCode:
-    """A run: where it begins, its last position, and what the line has to satisfy, each where there is such a thing.
-
-    ``lines`` name what these read.
-    """
-
-    lines: tuple[str, ...]
-    least: str | None
-    most: str | None
-    condition: str | None
-
-
-def runs_of_line(keep: Expr, axis: Symbol, placement: Placement) -> tuple[RunCode, ...] | None:
+def runs_of_line(keep: Expr, axis: Symbol, placement: Placement) -> tuple[dict[str, object], ...] | None:
     """The keys of a tile that a row keeps (axis ``COLUMN``), or the queries of a column; None: pairs are asked."""
     runs = kept_runs(keep, axis)
     return None if runs is None else tuple(_run(n, run, placement) for n, run in enumerate(runs))
 
 
-def _run(number: int, run: Run, placement: Placement) -> RunCode:
+def _run(number: int, run: Run, placement: Placement) -> dict[str, object]:
+    """Where a run begins, its last position, and what the line has to satisfy, each where there is such a thing."""
     names = [f"blocks{number}_{n}" for n in range(len(run.blocks))]
     lines = (f"const auto {x} = {_blocks(each, placement)};" for x, each in zip(names, run.blocks, strict=True))
     conditions = [f"{_sum(each, placement, wide=True)} >= 0" for each in run.not_negative]
     conditions += [_truth(each, placement) for each in run.truths]
-    return RunCode(
-        lines=tuple(lines),
-        least=_tightest("max", [*_ends(run.least, placement), *(f"fg::position({name}.lo)" for name in names)]),
-        most=_tightest("min", [*_ends(run.most, placement), *(f"fg::position({name}.hi)" for name in names)]),
-        condition=" && ".join(conditions) or None,
-    )
+    return {
+        "lines": tuple(lines),  # they name what the others read
+        "least": _tightest("max", [*_ends(run.least, placement), *(f"fg::position({name}.lo)" for name in names)]),
+        "most": _tightest("min", [*_ends(run.most, placement), *(f"fg::position({name}.hi)" for name in names)]),
+        "condition": " && ".join(conditions) or None,
+    }
 
 
 def _blocks(blocks: Blocks, placement: Placement) -> str:
@@ -115,7 +102,7 @@ def mask_code(recipe: Recipe, placement: Placement, *, lines: bool) -> dict[str,
     """
     variant, loads = recipe.computed, (*recipe.observed_rows, *recipe.observed_columns)
     observed = tuple(observed_load(load, placement) for load in loads)
-    names = {each.load: f"{each.struct}.{each.name}" for each in observed}
+    names: dict[Expr, str] = {each.load: f"{each.struct}.{each.name}" for each in observed}
     return {
         "keep_range": range_code(variant.keep, placement, names),
         # What a line keeps, where it is known without a look at each pair.
