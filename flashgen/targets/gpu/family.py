@@ -44,16 +44,10 @@ GPU_ROWS, GPU_COLUMNS, GPU_WARPS = (64, 128, 192), (32, 64, 96, 128), (4, 8, 12)
 def gpu_candidates(recipe: Recipe, gpu: Gpu, tiles: ElementPlan, name: str) -> Iterator[ElementPlan]:
     """Plans for other tiles of a pass, of this element type. What the spec pins stays pinned."""
     schedule, seen = recipe.variant.spec.schedule, {tiles.passes[name]}
-    for Br, Bc, warps in itertools.product(GPU_ROWS, GPU_COLUMNS, GPU_WARPS):
-        if name == "forward":
-            pinned = replace(schedule, Br=schedule.Br or Br, Bc=schedule.Bc or Bc, warps=schedule.warps or warps)
-        else:
-            pinned = replace(
-                schedule,
-                backward_Br=schedule.backward_Br or Br,
-                backward_Bc=schedule.backward_Bc or Bc,
-                backward_warps=schedule.backward_warps or warps,
-            )
+    prefix = "" if name == "forward" else "backward_"
+    for sizes in itertools.product(GPU_ROWS, GPU_COLUMNS, GPU_WARPS):
+        pins = zip((f"{prefix}{each}" for each in ("Br", "Bc", "warps")), sizes, strict=True)
+        pinned = replace(schedule, **{pin: getattr(schedule, pin) or size for pin, size in pins})
         found = pinned_plan(recipe, gpu, tiles.element, pinned)
         if found is not None and found.passes[name] not in seen:
             seen.add(found.passes[name])
