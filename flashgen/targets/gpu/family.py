@@ -17,6 +17,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from flashgen.analysis.variant import Variant
 from flashgen.diagnostics import SpecError
@@ -44,11 +45,10 @@ GPU_ROWS, GPU_COLUMNS, GPU_WARPS = (64, 128, 192), (32, 64, 96, 128), (4, 8, 12)
 def gpu_candidates(recipe: Recipe, gpu: Gpu, tiles: ElementPlan, name: str) -> Iterator[ElementPlan]:
     """Plans for other tiles of a pass, of this element type. What the spec pins stays pinned."""
     schedule, seen = recipe.variant.spec.schedule, {tiles.passes[name]}
-    prefix = "" if name == "forward" else "backward_"
+    names = ("Br", "Bc", "warps") if name == "forward" else ("backward_Br", "backward_Bc", "backward_warps")
     for sizes in itertools.product(GPU_ROWS, GPU_COLUMNS, GPU_WARPS):
-        pins = zip((f"{prefix}{each}" for each in ("Br", "Bc", "warps")), sizes, strict=True)
-        pinned = replace(schedule, **{pin: getattr(schedule, pin) or size for pin, size in pins})
-        found = pinned_plan(recipe, gpu, tiles.element, pinned)
+        pins: dict[str, Any] = {pin: getattr(schedule, pin) or size for pin, size in zip(names, sizes, strict=True)}
+        found = pinned_plan(recipe, gpu, tiles.element, replace(schedule, **pins))
         if found is not None and found.passes[name] not in seen:
             seen.add(found.passes[name])
             yield found

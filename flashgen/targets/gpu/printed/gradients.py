@@ -39,10 +39,8 @@ class Gradient:
     offset_by_distance: str | None  # the same over a diagonal, where it follows from the distance
     runs: int | None  # which number it is of those whose elements are known for runs of distances
     factor: str | None  # a number of the launch times dS is what a pair adds, by distance or to an element of its own
-    stored: (
-        dict[str, str] | None
-    )  # the member and its elements' type, where each pair of a call has an element of its own
-    summed: dict[str, str] | None  # the same, where batch entries may add to it in turn
+    stored: dict[str, str] | None  # where each pair of a call has an element of its own
+    summed: dict[str, str] | None  # where batch entries may add to it in turn
     strides: tuple[str, str] | None  # of i and j, where each pair of a head has an element of its own
     comment: str
 
