@@ -3,7 +3,7 @@
 In: a ``Variant``, the device, an element type, a shape. Out: ``Pins``, which ``compiled`` takes. Tunings are read once,
 when an op is made, so that a call takes the same plan as long as its op lives. ``flashgen tune`` leaves one ``Tuning``
 for each class of shapes. A call takes the nearest tuning, unless a size is more than a factor of four away. Without a
-tuning GPUs ask the model (their ``by_shape.py``). CPUs have one plan for all lengths: another plan is another library,
+tuning GPUs ask the model (their ``family.py``). CPUs have one plan for all lengths: another plan is another library,
 seconds to compile, and gains in short calls alone (``tools/benchmarks/README.md``, "Tiles by length").
 
     <cache>/tuned/<spec>-<digest>-<version>.json    every class of shapes of one spec and head dimension on one device

@@ -33,10 +33,10 @@ from flashgen.plan.explanation import ExplainedKernel, ExplainedPass, Explanatio
 from flashgen.plan.launches import PassLaunches, Splits
 from flashgen.plan.measured import Pins
 from flashgen.plan.plan import CallKind, Part, Rejection
-from flashgen.targets.gpu.by_shape import pins_of_rows
 from flashgen.targets.gpu.bytes import bytes_of_caches
 from flashgen.targets.gpu.compile import GpuBinary
 from flashgen.targets.gpu.cost import pass_time
+from flashgen.targets.gpu.family import pins_of_rows
 from flashgen.targets.gpu.launches import pass_launches
 from flashgen.targets.gpu.layouts import fits_blocks
 from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, has_jvp, has_jvp_backward

@@ -46,8 +46,8 @@ from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import Pins
 from flashgen.plan.plan import CallKind, Part
 from flashgen.targets.gpu.architecture import UnsupportedGpu
-from flashgen.targets.gpu.by_shape import tile_of
 from flashgen.targets.gpu.compile import compile_calls
+from flashgen.targets.gpu.family import tile_of
 from flashgen.targets.gpu.lists import cuda_fields
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.toolchains.nvrtc import NvrtcMissing

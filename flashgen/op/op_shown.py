@@ -26,8 +26,7 @@ from flashgen.op.registered import NAMESPACE, Registered
 from flashgen.op.signature import ELEMENTS, F8, TORCH_DTYPES
 from flashgen.plan.arguments import gradient_field, param_field
 from flashgen.plan.explanation import Explanation
-from flashgen.plan.notebook import drawn
-from flashgen.plan.plans import Plans
+from flashgen.plan.notebook import Plans, drawn
 from flashgen.reference.philox import drop_threshold
 
 

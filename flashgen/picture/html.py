@@ -18,7 +18,7 @@ from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.text import spec_text
 from flashgen.picture.mask import MaskPicture, caption, check_drawable, mask_picture, usual_shape
 from flashgen.picture.paint import LEGEND, Color, paint, png, size_of
-from flashgen.plan.plans import Plans
+from flashgen.plan.notebook import Plans
 from flashgen.targets.cpu.device import local_cpu
 from flashgen.targets.cpu.target import CpuTarget
 

@@ -188,7 +188,6 @@ def _cpu(name: str, entry: Mapping[str, Any]) -> Cpu:
     figures, sources, texts = _figures(f"[cpu.{name}]", entry, _CPU_FIGURES, {"name"})
     return Cpu(
         name=name,
-        kind="cpu",
         cores=int(figures["cores"]),
         lanes=int(figures["lanes"]),
         l1_bytes=int(figures["l1_kib"]) * KIB,

@@ -12,6 +12,7 @@ import ctypes
 import functools
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -380,3 +381,39 @@ def _version(command: tuple[str, ...], modified: int) -> str | None:  # noqa: AR
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.decode("utf-8", errors="replace").strip() if done.returncode == 0 else None
+
+
+# -- libraries that travel ---------------------------------------------------------------------------------------------
+
+# One is loaded only where the system is of the same kind and every feature is there: an instruction that is not would
+# end the process. Features have the names of Linux, without underscores; macros of compilers that it calls otherwise:
+_OTHERWISE = {"sse3": "pni", "bmi": "bmi1", "lzcnt": "abm", "pclmul": "pclmulqdq", "sha": "shani"}
+# Macros that name an instruction set which compilers choose from by themselves.
+_SETS = re.compile(
+    r"^#define __(SSE3|SSSE3|SSE4_1|SSE4_2|POPCNT|AVX\w*?|AMX\w*?|FMA4?|XOP|F16C|BMI2?|LZCNT|TBM|MOVBE|ADX|AES|PCLMUL"
+    r"|VAES|VPCLMULQDQ|GFNI|SHA)__ 1$",
+    re.MULTILINE,
+)
+
+
+def system_kind() -> str:
+    """The kind of machine and system, as far as libraries go by it."""
+    return f"{platform.system()} {platform.machine()}"
+
+
+def needed_features(compiler: Compiler) -> tuple[str, ...] | None:
+    """The features that libraries of a compiler may use; None where nobody can tell: then only this CPU will do."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return None
+    macros = predefined(compiler)
+    if macros is None or "__x86_64__" not in macros:
+        return None
+    names = (name.lower().replace("_", "") for name in _SETS.findall(macros))
+    return tuple(sorted({_OTHERWISE.get(name, name) for name in names}))
+
+
+def lacking_features(features: tuple[str, ...], cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
+    """Those that the CPU at hand does not have; all, where the system does not say."""
+    found = re.search(r"^flags\s*:(.*)$", read_cpuinfo(cpuinfo), re.MULTILINE)
+    there = {name.replace("_", "") for name in found[1].split()} if found else set()
+    return tuple(name for name in features if name not in there)

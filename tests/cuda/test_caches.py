@@ -26,7 +26,7 @@ from flashgen.op.cached import Cache
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.op.signature import F8, TORCH_DTYPES
 from flashgen.plan.launches import PassLaunches
-from flashgen.targets.gpu.by_shape import pins_of_rows
+from flashgen.targets.gpu.family import pins_of_rows
 from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import relative_error
 from tests.cuda.helpers import planted_kernel

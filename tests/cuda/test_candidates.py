@@ -13,7 +13,7 @@ from flashgen.ir.types import ElementType
 from flashgen.language import parse_text
 from flashgen.plan.measured import PASSES, Tile
 from flashgen.targets.device_table import product_of
-from flashgen.targets.gpu.by_shape import gpu_candidates, tile_of
+from flashgen.targets.gpu.family import gpu_candidates, tile_of
 from flashgen.targets.registry import GPUS
 from tools.fuzz.draws import CallDraw, Case, Machine
 from tools.fuzz.judge import judge

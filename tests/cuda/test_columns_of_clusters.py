@@ -11,7 +11,7 @@ import flashgen
 from flashgen.hosts.emulator import EmulatorError, FaultKind
 from flashgen.ir.types import ElementType
 from flashgen.kinds.ragged import RAGGED
-from flashgen.targets.gpu.registers import HARMLESS_SPILL
+from flashgen.targets.gpu.tiles import HARMLESS_SPILL
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import planned, variant_of
 from tests.cuda.hopper import EARLY_IN_CLUSTERS, LATE, changed

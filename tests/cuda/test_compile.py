@@ -17,7 +17,7 @@ from flashgen.plan.measured import Pins
 from flashgen.store.headers import Text, headers_of
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.primitives import primitives
-from flashgen.targets.gpu.registers import HARMLESS_SPILL
+from flashgen.targets.gpu.tiles import HARMLESS_SPILL
 from flashgen.targets.registry import GPUS
 from flashgen.toolchains.nvrtc import CudaBinary, compile_cuda, created, find_nvrtc, resources
 from tests.cuda.helpers import emitted, launched, of_type, planned, variant_of

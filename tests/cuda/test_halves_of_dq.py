@@ -12,7 +12,7 @@ from flashgen.ir.types import ElementType
 from flashgen.kinds.ragged import RAGGED
 from flashgen.targets.gpu.emit import emit_cuda
 from flashgen.targets.gpu.model import padded, spans_of_half
-from flashgen.targets.gpu.registers import HARMLESS_SPILL
+from flashgen.targets.gpu.tiles import HARMLESS_SPILL
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import planned, variant_of
 from tests.cuda.hopper import EARLY, LATE

@@ -14,8 +14,8 @@ from flashgen.compiler.pipeline import target_named
 from flashgen.compiler.reading import read_file
 from flashgen.targets.gpu import model
 from flashgen.targets.gpu.emit import emit_cuda
-from flashgen.targets.gpu.layout import Layout, Part, Words, printed
 from flashgen.targets.gpu.layouts import backward_layout, forward_layout, query_layout
+from flashgen.targets.gpu.model import Layout, Part, Words, printed
 from flashgen.targets.gpu.primitives import C_TYPES
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.toolchains.nvrtc import created, find_nvrtc

@@ -12,8 +12,8 @@ from flashgen.plan.plan import Spill
 from flashgen.targets.gpu.model import padded
 from flashgen.targets.gpu.recipe import decide
 from flashgen.targets.gpu.recipes import candidates
-from flashgen.targets.gpu.registers import still_spilled
 from flashgen.targets.gpu.schedules import KeyWarps, Warps
+from flashgen.targets.gpu.tiles import still_spilled
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import ELEMENTS, planned, variant_of
 

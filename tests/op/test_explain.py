@@ -24,7 +24,7 @@ from flashgen.plan.explanation import Explanation
 from flashgen.plan.measured import ShapeClass
 from flashgen.targets.cpu.device import local_cpu
 from flashgen.targets.device_table import product_of
-from flashgen.targets.gpu.by_shape import rivals, typical
+from flashgen.targets.gpu.family import rivals, typical
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS
 from flashgen.verification.verify import verify_case

@@ -23,7 +23,7 @@ from flashgen.ir.spec import AttentionSpec
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.picture import mask as usual
 from flashgen.picture.paint import PALETTE, paint, size_of
-from flashgen.plan.plans import Plans
+from flashgen.plan.notebook import Plans
 from flashgen.targets.cpu.device import GENERIC_CPU
 from flashgen.targets.cpu.target import CpuTarget
 from flashgen.targets.registry import GPUS

@@ -29,7 +29,7 @@ from flashgen.store.cache import Cache
 from flashgen.targets.gpu import compile as gpu_compile
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS as GPU_TARGETS
-from flashgen.toolchains import nvrtc, nvrtc_processes
+from flashgen.toolchains import nvrtc
 from flashgen.toolchains.cpp import CompileFailed
 from flashgen.toolchains.nvrtc import CudaBinary, Resources
 from tests.pipeline.gpus import CUBINS, SM_80, SOURCES, SPEC, needs_nvrtc
@@ -77,7 +77,7 @@ def test_build_for_a_gpu(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parts:
     """What two processes compile into an empty cache."""
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(nvrtc_processes, "available_cores", lambda: 2)
+    monkeypatch.setattr(nvrtc, "available_cores", lambda: 2)
     texts = {name: f'extern "C" __global__ void {name}(float* x) {{ *x = 1; }}' for name in ("one", "two", "three")}
     head_dim = HeadDim(16, 16)
     return [(name, KernelSource(f"{name}.cu", "sm_80", name, head_dim, text, ())) for name, text in texts.items()]
@@ -86,8 +86,8 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Parts:
 @needs_nvrtc
 def test_parts_are_compiled_side_by_side(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     """A helper fills the cache: here all of it, as this process takes nothing."""
-    monkeypatch.setattr(nvrtc_processes, "_take_parts", lambda *_: None)
-    made = nvrtc_processes.compile_cuda_parts(parts, "sm_80")
+    monkeypatch.setattr(nvrtc, "_take_parts", lambda *_: None)
+    made = nvrtc.compile_cuda_parts(parts, "sm_80")
     assert [each.kernels[0].name for each in made] == ["one", "two", "three"]
     assert all(each.cached for each in made)
 
@@ -99,11 +99,11 @@ def test_parts_are_compiled_without_helpers(parts: Parts, monkeypatch: pytest.Mo
     def popen(*_: object, **__: object) -> None:
         raise BlockingIOError("no more processes")
 
-    monkeypatch.setattr("flashgen.toolchains.nvrtc_processes.subprocess.Popen", popen)
-    assert len(nvrtc_processes.compile_cuda_parts(parts[:2], "sm_80")) == 2
-    monkeypatch.setattr(nvrtc_processes, "_fill_cache", popen)
+    monkeypatch.setattr("flashgen.toolchains.nvrtc.subprocess.Popen", popen)
+    assert len(nvrtc.compile_cuda_parts(parts[:2], "sm_80")) == 2
+    monkeypatch.setattr(nvrtc, "_fill_cache", popen)
     monkeypatch.setattr(Cache, "hindrance", lambda _: "read-only file system")
-    assert len(nvrtc_processes.compile_cuda_parts(parts, "sm_80")) == 3
+    assert len(nvrtc.compile_cuda_parts(parts, "sm_80")) == 3
 
 
 @needs_nvrtc
@@ -112,10 +112,10 @@ def test_a_part_that_does_not_compile(parts: Parts, monkeypatch: pytest.MonkeyPa
     one, two, three = parts
     broken = [("two", dataclasses.replace(two[1], text="void")), one, three]
     with pytest.raises(CompileFailed, match="NVRTC could not compile 'two' for -arch=sm_80"):
-        nvrtc_processes.compile_cuda_parts(broken, "sm_80")
-    monkeypatch.setattr(nvrtc_processes, "_take_parts", lambda *_: None)
+        nvrtc.compile_cuda_parts(broken, "sm_80")
+    monkeypatch.setattr(nvrtc, "_take_parts", lambda *_: None)
     with pytest.raises(CompileFailed, match="NVRTC could not compile 'two' for -arch=sm_80"):
-        nvrtc_processes.compile_cuda_parts(broken, "sm_80")
+        nvrtc.compile_cuda_parts(broken, "sm_80")
     assert not nvrtc.is_compiled(three[1], "sm_80")
 
 

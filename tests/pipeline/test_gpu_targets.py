@@ -37,7 +37,7 @@ from flashgen.plan.measured import Tile
 from flashgen.plan.plan import ANY_CALLS, CallKind, Part
 from flashgen.targets.gpu import compile as gpu_compile
 from flashgen.targets.gpu.architecture import UnsupportedGpu
-from flashgen.targets.gpu.by_shape import tile_of
+from flashgen.targets.gpu.family import tile_of
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import target_of
 from flashgen.toolchains.nvrtc import CudaBinary, NvrtcMissing, Resources

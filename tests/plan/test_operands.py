@@ -19,7 +19,7 @@ from flashgen.ir.spec import HeadDim
 from flashgen.kinds.dense import OPERANDS
 from flashgen.kinds.operand import AXES, Elements, Operand, Rows
 from flashgen.plan.arguments import argument_fields
-from flashgen.targets.gpu.addressing import addressing_code
+from flashgen.targets.gpu.printed.operands import addressing_code
 
 HEAD_DIM = HeadDim(24, 40)
 KNOWN = {"batch": 2, "heads": 6, "kv_heads": 3, "q_len": 5, "kv_len": 7, "element": 2}

@@ -19,10 +19,9 @@ from flashgen.targets.cpu.plan import plan_cpu
 from flashgen.targets.cpu.products import Products
 from flashgen.targets.device_table import known_devices, product_of
 from flashgen.targets.gpu import cost as gpu_cost
-from flashgen.targets.gpu.by_shape import rivals
+from flashgen.targets.gpu.family import rivals
 from flashgen.targets.gpu.product import Gpu
-from flashgen.targets.gpu.registers import MOST, registers
-from flashgen.targets.gpu.tiles import ElementPlan
+from flashgen.targets.gpu.tiles import MOST_REGISTERS, ElementPlan, registers
 from flashgen.targets.registry import GPUS as TARGETS
 from tests.cuda.helpers import planned
 from tests.cuda.nvrtc import needs_nvrtc
@@ -145,7 +144,7 @@ def test_a_spill_is_expected_beyond_the_last_register() -> None:
     each = variant("head_dim 256 dtype f16")
     tiles = TARGETS["sm_80"].plan(each).elements[0].forward
     wide = replace(tiles, Br=128, Bc=128, warps=4)
-    assert registers(each, ElementType.F16, wide) > MOST
+    assert registers(each, ElementType.F16, wide) > MOST_REGISTERS
     assert wide.accumulators(each, ElementType.F16) == 128 * (256 + 128) // 128
 
 
@@ -164,7 +163,7 @@ def test_registers_are_near_the_compilers(head_dim: int, element: ElementType) -
     )
     reported = {kernel.name.split("_")[-2]: kernel.registers for kernel in compiled(text, "sm_80").kernels}
     for name, estimate in estimates:
-        assert abs(min(estimate, MOST) - reported[name]) <= 40, name
+        assert abs(min(estimate, MOST_REGISTERS) - reported[name]) <= 40, name
 
 
 def test_a_cpu_with_more_cores_or_a_faster_clock_is_faster() -> None:

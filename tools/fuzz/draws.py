@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flashgen.targets.gpu.by_shape import GPU_COLUMNS, GPU_ROWS, GPU_WARPS
+from flashgen.targets.gpu.family import GPU_COLUMNS, GPU_ROWS, GPU_WARPS
 from tools.fuzz.nodes import SpecDraw
 from tools.fuzz.specs import draw_spec
 

@@ -23,8 +23,7 @@ from flashgen.targets.cpu.plan import CpuPlan, tiles_from_json
 from flashgen.targets.gpu.target import GpuTarget
 from flashgen.targets.gpu.tiles import GpuPlan
 from flashgen.targets.registry import GPUS
-from flashgen.toolchains.cpp import cpu_identity
-from flashgen.toolchains.cpu_features import lacking, system
+from flashgen.toolchains.cpp import cpu_identity, lacking_features, system_kind
 from flashgen.toolchains.nvrtc import Resources
 
 
@@ -168,13 +167,13 @@ def libraries(folder: Path, manifest: Manifest, spec: AttentionSpec) -> dict[Hea
 
 
 def _check_fits(binary: ManifestBinary) -> None:
-    if binary.system != system():
-        raise NoLibrary(f"'{binary.file}' was compiled for {binary.system}, this is {system()}")
+    if binary.system != system_kind():
+        raise NoLibrary(f"'{binary.file}' was compiled for {binary.system}, this is {system_kind()}")
     if binary.features is None:
         if binary.cpu != digest(cpu_identity().encode()):
             raise NoLibrary(f"'{binary.file}' was compiled for another CPU")
         return
-    absent = lacking(binary.features)
+    absent = lacking_features(binary.features)
     if absent:
         raise NoLibrary(
             f"'{binary.file}' was compiled for a CPU with {quoted_list(absent, 'and')}, which this one lacks"

@@ -8,10 +8,9 @@ from __future__ import annotations
 import os
 import platform
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal as OneOf
-from typing import Self
+from typing import ClassVar, Self
 
 from flashgen.toolchains.cpp import available_cores, read_cpuinfo
 
@@ -32,7 +31,7 @@ class Cpu:
     """
 
     name: str
-    kind: OneOf["cpu"]
+    kind: str = field(default="cpu", init=False)
     cores: int
     lanes: int
     l1_bytes: int
@@ -43,21 +42,13 @@ class Cpu:
     bandwidth: float | None = None
     pairs_per_clock: int = 0
     matrix_per_clock: int = 0
+    tiles_by_element: ClassVar[bool] = False  # those of one type are those of all: what is inside is float32 anyway
+    remarks: ClassVar[tuple[str, ...]] = ()
 
     @property
     def product(self) -> str:
         """The name that people know it by."""
         return self.name
-
-    @property
-    def tiles_by_element(self) -> bool:
-        """The tiles of one type are those of all: what is inside is float32 anyway."""
-        return False
-
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        """What has to be said with every plan for it."""
-        return ()
 
     def with_sram(self, size: int) -> Self:
         """The same device with another SRAM."""
@@ -68,7 +59,6 @@ AMX_PER_CLOCK = 512  # a product of registers, 16 x 16 x 32, every 16 clocks
 
 GENERIC_CPU = Cpu(
     name="generic",
-    kind="cpu",
     cores=8,
     lanes=8,
     l1_bytes=32 * KIB,
@@ -82,7 +72,6 @@ def local_cpu() -> Cpu:
     l1, l2, cpuinfo = _cache_bytes(1), _cache_bytes(2), read_cpuinfo()
     return Cpu(
         name=LOCAL,
-        kind="cpu",
         cores=available_cores(),
         lanes=_lanes(cpuinfo),
         l1_bytes=l1 or GENERIC_CPU.l1_bytes,

@@ -17,8 +17,7 @@ from flashgen.plan.plan import ANY_CALLS, WHOLE, CallKind, Part, Spill
 from flashgen.targets.cpu import limits
 from flashgen.targets.cpu.device import GENERIC_CPU, Cpu, local_cpu
 from flashgen.targets.cpu.plan import CpuPlan, plan_cpu
-from flashgen.toolchains.cpp import Binary, compile_sources, cpu_identity, find_compiler
-from flashgen.toolchains.cpu_features import needed, system
+from flashgen.toolchains.cpp import Binary, compile_sources, cpu_identity, find_compiler, needed_features, system_kind
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,8 @@ class CpuTarget:
             file=f"{source.name}.so",
             source=source.file_name,
             compiler=(compiler.version.splitlines() or [compiler.name])[0],
-            system=system(),
-            features=needed(compiler),
+            system=system_kind(),
+            features=needed_features(compiler),
             cpu=hashlib.sha256(cpu_identity().encode()).hexdigest(),
             sram_bytes=plan.sram_bytes,
             tiles=plan.tiles_as_json(),

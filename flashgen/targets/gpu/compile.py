@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.plan.plan import CallKind, Spill
-from flashgen.targets.gpu.registers import harmless_spill
-from flashgen.targets.gpu.tiles import OF_KERNEL, GpuPlan
-from flashgen.toolchains.nvrtc import CudaBinary, Resources
-from flashgen.toolchains.nvrtc_processes import compile_cuda_parts
+from flashgen.targets.gpu.tiles import OF_KERNEL, GpuPlan, harmless_spill
+from flashgen.toolchains.nvrtc import CudaBinary, Resources, compile_cuda_parts
 
 # A source in which this stands has kernels that only calls with deterministic=True start.
 _REPEATABLE = re.compile(r"^#if .*\bFLASHGEN_REPEATABLE\b", re.MULTILINE)

@@ -12,7 +12,7 @@ It is a model to rank tiles by. Its constants were fitted to times of an H200, i
 ``L2_BYTES_PER_CLOCK``, ``ISSUE`` and ``SPILL_CLOCKS`` to 34 of causal attention (``tools/benchmarks/model.py`` at
 2,16,16,8192,8192, both passes, D 64 and 128); ``INSTRUCTIONS``, ``PROLOGUE`` and ``NEXT_PROLOGUE`` to 380 of causal
 and plain calls of 256 to 16,384 tokens at these head dimensions, so that what it calls the fastest is fast: what calls
-take (``by_shape.py``) is 1 % behind the fastest of the tiles that were timed, 14 % at most. Predictions are off by 13
+take (``family.py``) is 1 % behind the fastest of the tiles that were timed, 14 % at most. Predictions are off by 13
 % (root mean square). Clocks are the boost clock's. ``tools/benchmarks/README.md`` has the tables.
 """
 
@@ -37,9 +37,8 @@ from flashgen.targets.gpu.bytes import bytes_of_shape
 from flashgen.targets.gpu.model import FLOAT, padded
 from flashgen.targets.gpu.product import Gpu
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.registers import MOST, registers
 from flashgen.targets.gpu.schedules import Backward, Forward, Queries, Schedule
-from flashgen.targets.gpu.tiles import ElementPlan
+from flashgen.targets.gpu.tiles import MOST_REGISTERS, ElementPlan, registers
 
 BARRIER = 285  # clocks of a block at each barrier of a tile: warps wait for the last, and start with nothing under way
 INSTRUCTIONS = 500  # of a warp for a tile of warpgroups, whatever its size: they wait at mbarriers, not for one another
@@ -161,10 +160,10 @@ def _resident(tiles: Schedule, wanted: int, gpu: Gpu) -> tuple[int, str]:
 def _most_registers(tiles: Schedule, gpu: Gpu) -> int:
     """Of a thread, where registers are left for further blocks, or for warps that copy, as the plan wants there."""
     if tiles.producers:
-        return min(MOST, tiles.registers[0])
+        return min(MOST_REGISTERS, tiles.registers[0])
     if tiles.blocks == 1:
-        return MOST
-    return min(MOST, multiprocessor_of(gpu.target).registers // (tiles.threads * tiles.blocks) // 8 * 8)
+        return MOST_REGISTERS
+    return min(MOST_REGISTERS, multiprocessor_of(gpu.target).registers // (tiles.threads * tiles.blocks) // 8 * 8)
 
 
 def _tile(name: str, variant: Variant, element: ElementType, tiles: Schedule, gpu: Gpu, work: PairWork) -> _Tile:

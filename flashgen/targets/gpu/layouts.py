@@ -11,7 +11,6 @@ from flashgen.analysis.levels import Level
 from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.plan.by_blocks import ITEM
-from flashgen.targets.gpu.layout import Layout, Part
 from flashgen.targets.gpu.model import (
     BINS,
     COPIED_LIST,
@@ -23,6 +22,8 @@ from flashgen.targets.gpu.model import (
     SIGNAL,
     WORD,
     WORDS_OF_TILE,
+    Layout,
+    Part,
     element_of_keys,
     merging_bytes,
     padded,

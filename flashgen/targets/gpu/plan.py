@@ -22,9 +22,8 @@ from flashgen.targets.gpu.layouts import layout_of
 from flashgen.targets.gpu.limits import ELEMENTS_OF_JVP, limits, limits_of_schedule
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.recipes import Recipes, candidates
-from flashgen.targets.gpu.registers import harmless_spill, still_spilled
 from flashgen.targets.gpu.schedules import Forward, KeyWarps, Schedule, Warps
-from flashgen.targets.gpu.tiles import ElementPlan, GpuPlan
+from flashgen.targets.gpu.tiles import ElementPlan, GpuPlan, harmless_spill, still_spilled
 
 
 def plan_gpu(recipe: Recipe, target: Architecture, recipes: Recipes, spills: Collection[Spill] = ()) -> GpuPlan:
@@ -47,18 +46,11 @@ def plan_gpu(recipe: Recipe, target: Architecture, recipes: Recipes, spills: Col
         if found is not None:
             plans.append(found)
         elif spec.dtypes is not None or element is not ElementType.F32:
-            message = f"no tile of '{spec.name}' in {element} fits a block's shared memory at head dimension "
-            raise SpecError(
-                [
-                    Diagnostic(
-                        "E406",
-                        f"{message}{variant.head_dim}",
-                        _pinned(variant) or spec.place("head_dim"),
-                        notes=(*reasons, *_shortage(recipe, element, target.block_bytes, reasons, rejected)),
-                    )
-                ],
-                spec.sources,
-            )
+            memory = f"a block's shared memory at head dimension {variant.head_dim}"
+            message = f"no tile of '{spec.name}' in {element} fits {memory}"
+            notes = (*reasons, *_shortage(recipe, element, target.block_bytes, reasons, rejected))
+            place = _pinned(variant) or spec.place("head_dim")
+            raise SpecError([Diagnostic("E406", message, place, notes=notes)], spec.sources)
     return GpuPlan(
         spec_name=spec.name,
         head_dim=str(variant.head_dim),

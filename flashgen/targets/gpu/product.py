@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import ClassVar, Self
 
 from flashgen.targets.gpu.target import GpuTarget
 
@@ -33,16 +33,8 @@ class Gpu:
     fma: float
     sources: Mapping[str, str] = field(compare=False)
     is_own: bool = False
-
-    @property
-    def kind(self) -> str:
-        """Of all products here."""
-        return "gpu"
-
-    @property
-    def tiles_by_element(self) -> bool:
-        """Each element type has tiles of its own."""
-        return True
+    kind: ClassVar[str] = "gpu"
+    tiles_by_element: ClassVar[bool] = True
 
     @property
     def remarks(self) -> tuple[str, ...]:

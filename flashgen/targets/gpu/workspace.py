@@ -10,30 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 
 from flashgen.kinds.kind import PassName
 from flashgen.plan.launches import ALIGNMENT, Buffer, Count, Factor, Sum
+from flashgen.targets.gpu import launches
 from flashgen.targets.gpu.diagonals import DIAGONALS, ELEMENTS
-from flashgen.targets.gpu.launches import (
-    COUNTS,
-    GRANULE,
-    ITEM_COUNTS,
-    ITEMS,
-    KEY_TILE_COUNTER,
-    LISTED,
-    PART_ARRIVALS,
-    PART_O,
-    PART_ROWS,
-    PART_SUMS,
-    RANKS,
-    TILE_COUNTER,
-    TURN_SUMS,
-    TURNED_V,
-    TURNS,
-    atomic_buffers,
-    block_buffers,
-    exact_buffers,
-    forward_buffers,
-    part_buffers,
-    shared_buffers,
-)
 from flashgen.targets.gpu.model import padded
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.tiles import GpuPlan
@@ -47,13 +25,13 @@ _BUFFER_FUNCTIONS: Mapping[str, tuple[str, str]] = {
     "largest": ("largest_of", "uint32_t"),
     DIAGONALS: ("diagonals_of", "float"),
     ELEMENTS: ("elements_by_distance", "int32_t"),
-    TURNS: ("turns_of", "uint32_t"),
-    TURN_SUMS: ("turn_sums", "float4"),
-    TILE_COUNTER: ("tile_counter_of", "uint32_t"),
-    KEY_TILE_COUNTER: ("key_tile_counter_of", "uint32_t"),
-    PART_ARRIVALS: ("arrivals_of_parts", "uint32_t"),
-    PART_SUMS: ("sums_of_parts", "float4"),
-    TURNED_V: ("turned_v_of", "uint8_t"),
+    launches.TURNS: ("turns_of", "uint32_t"),
+    launches.TURN_SUMS: ("turn_sums", "float4"),
+    launches.TILE_COUNTER: ("tile_counter_of", "uint32_t"),
+    launches.KEY_TILE_COUNTER: ("key_tile_counter_of", "uint32_t"),
+    launches.PART_ARRIVALS: ("arrivals_of_parts", "uint32_t"),
+    launches.PART_SUMS: ("sums_of_parts", "float4"),
+    launches.TURNED_V: ("turned_v_of", "uint8_t"),
 }
 
 
@@ -68,12 +46,12 @@ def workspace_code(plan: GpuPlan, passes: Collection[PassName]) -> str:
     code = _of_ragged_batches if kind.ragged else count_code
     found: list[tuple[Buffer, ...]] = []
     if "forward" in passes:
-        found.append(forward_buffers(recipe, plan.own.forward))
+        found.append(launches.forward_buffers(recipe, plan.own.forward))
     if "backward" in passes:
         tiles = plan.own.backward
-        turns, parts = tiles.takes_turns(recipe), shared_buffers(recipe, tiles)
-        found.append(atomic_buffers(recipe, persistent=tiles.persistent, turns=turns, parts=parts))
-        found.append(exact_buffers(recipe))
+        turns, parts = tiles.takes_turns(recipe), launches.shared_buffers(recipe, tiles)
+        found.append(launches.atomic_buffers(recipe, persistent=tiles.persistent, turns=turns, parts=parts))
+        found.append(launches.exact_buffers(recipe))
     for buffers in found:
         before: list[Buffer] = []
         for buffer in buffers:
@@ -98,8 +76,8 @@ def workspace_code(plan: GpuPlan, passes: Collection[PassName]) -> str:
 
 def _of_caches(plan: GpuPlan) -> str:
     """What parts of keys leave."""
-    rows, o = part_buffers(plan.recipe.variant, plan.own.forward)[::-1]
-    assert (rows.name, o.name) == (PART_ROWS, PART_O)
+    rows, o = launches.part_buffers(plan.recipe.variant, plan.own.forward)[::-1]
+    assert (rows.name, o.name) == (launches.PART_ROWS, launches.PART_O)
     behind_o = _aligned_code(o.bytes, _of_sequences)
     return f"""struct Parts {{
   static FG_DEVICE float* o(const Arguments& a) {{ return static_cast<float*>(a.workspace); }}
@@ -112,16 +90,16 @@ def _of_caches(plan: GpuPlan) -> str:
 def _by_blocks(plan: GpuPlan) -> str:
     """What parts leave, and behind it lists."""
     types = {
-        PART_O: "char",
-        PART_ROWS: "float2",
-        LISTED: "uint32_t",
-        ITEMS: "uint4",
-        ITEM_COUNTS: "uint32_t",
-        RANKS: "uint32_t",
-        COUNTS: "uint32_t",
+        launches.PART_O: "char",
+        launches.PART_ROWS: "float2",
+        launches.LISTED: "uint32_t",
+        launches.ITEMS: "uint4",
+        launches.ITEM_COUNTS: "uint32_t",
+        launches.RANKS: "uint32_t",
+        launches.COUNTS: "uint32_t",
     }
     lines, at = ["struct Parts {"], "0"
-    for buffer in block_buffers(plan.recipe.variant, plan.own.element):
+    for buffer in launches.block_buffers(plan.recipe.variant, plan.own.element):
         name, c_type = buffer.name.removeprefix("part_"), types[buffer.name]
         lines.append(f"  static FG_DEVICE {c_type}* {name}(const Arguments& a) {{")
         lines.append(f"    return reinterpret_cast<{c_type}*>(static_cast<char*>(a.workspace) + {at});")
@@ -150,7 +128,7 @@ def _of_sequence(buffer: str, recipe: Recipe) -> str:
         return f" + a.heads * first_tile<16>(a.q_begin, a.sequence) * {16 * padded(recipe.variant.head_dim.qk)}"
     if buffer in granules:
         begin, loads = granules[buffer]
-        return f" + a.heads * first_tile<{GRANULE}>(a.{begin}, a.sequence) * {len(loads)}"
+        return f" + a.heads * first_tile<{launches.GRANULE}>(a.{begin}, a.sequence) * {len(loads)}"
     return ""
 
 

@@ -1,13 +1,13 @@
-"""``WgmmaTarget``: an architecture of this family."""
+"""``WgmmaTarget``: an architecture of this family, and the shared memory of a block and of a multiprocessor."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from flashgen.analysis.variant import Variant
+from flashgen.targets.gpu.architecture import KIB
 from flashgen.targets.gpu.target import GpuTarget
-from flashgen.targets.wgmma.limits import ARCHITECTURES
 from flashgen.targets.wgmma.recipes import RECIPES, takes_f8
 
 
@@ -23,5 +23,5 @@ class WgmmaTarget(GpuTarget):
 
 
 def targets() -> Mapping[str, WgmmaTarget]:
-    """Those that there are, by name."""
-    return {each.name: WgmmaTarget(**asdict(each)) for each in ARCHITECTURES}
+    """The one that there is, by its name."""
+    return {"sm_90a": WgmmaTarget("sm_90a", 90, 227 * KIB, 228 * KIB)}

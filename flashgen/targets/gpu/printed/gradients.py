@@ -25,14 +25,6 @@ from flashgen.targets.gpu.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Stored:
-    """The member of Arguments that receives a gradient that pairs store, and the type of its elements."""
-
-    target: str
-    element: str
-
-
-@dataclass(frozen=True)
 class Gradient:
     """A captured gradient as the backward template sees it."""
 
@@ -47,8 +39,8 @@ class Gradient:
     offset_by_distance: str | None  # the same over a diagonal, where it follows from the distance
     runs: int | None  # which number it is of those whose elements are known for runs of distances
     factor: str | None  # a number of the launch times dS is what a pair adds, by distance or to an element of its own
-    stored: Stored | None  # where each pair of a call has an element of its own
-    summed: Stored | None  # where batch entries may add to it in turn
+    stored: dict[str, str] | None  # where each pair of a call has an element of its own
+    summed: dict[str, str] | None  # where batch entries may add to it in turn
     strides: tuple[str, str] | None  # of i and j, where each pair of a head has an element of its own
     comment: str
 
@@ -133,9 +125,10 @@ def _gradient(gradient: CapturedGradient, label: str, recipe: Recipe, places: Pl
     )
 
 
-def _whole(tensors: Iterable[CapturedTensor], gradient: CapturedGradient) -> Stored | None:
+def _whole(tensors: Iterable[CapturedTensor], gradient: CapturedGradient) -> dict[str, str] | None:
+    """The member of Arguments that receives a gradient that pairs store, and the type of its elements."""
     found = (each for each in tensors if each.name == gradient.name)
-    return next((Stored(stored_field(each.name), C_TYPES[each.element]) for each in found), None)
+    return next(({"target": stored_field(each.name), "element": C_TYPES[each.element]} for each in found), None)
 
 
 def _factor(gradient: CapturedGradient, placement: Placement) -> str | None:

@@ -1,19 +1,17 @@
 """What kernels a source has of each pass, by the tiles of its element type: their constants, memory, and kinds.
 
-In: the plan of a variant in one element type. Out: a ``ForwardCode``, a ``BackwardCode`` and a ``QueryCode``:
-``forward``, ``backward`` and ``queries`` in templates.
+In: the plan of a variant in one element type. Out: ``forward``, ``backward`` and ``queries`` in templates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeAlias
 
 from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.launches import LEAST_PART, MOST_PARTS, MOST_UNITS, PART_OVERHEAD, shares_last
-from flashgen.targets.gpu.layout import Printed, printed
 from flashgen.targets.gpu.layouts import backward_layout, forward_layout, query_layout
 from flashgen.targets.gpu.model import (
     KEYS_OF_SUMS,
@@ -23,6 +21,7 @@ from flashgen.targets.gpu.model import (
     MOST_COLUMNS,
     dq_column_groups,
     padded,
+    printed,
     row_words,
     spans_of_half,
 )
@@ -39,52 +38,12 @@ _OF_FORWARD = (*_OF_BOTH, "q_in_registers", "overlaps_next", "q_places", "ping_p
 _OF_BACKWARD = (*_OF_BOTH, "persistent", "column_parts", "divides_keys", "halves_dq")
 
 
-@dataclass(frozen=True)
-class Constants:
-    """The constants of one pass, as a struct template over the element type."""
-
-    name: str
-    comment: str
-    values: tuple[tuple[str, str], ...]
+# What templates know of a pass, by name: its constants, memory, and kinds.
+PassCode: TypeAlias = Mapping[str, object]
 
 
-@dataclass(frozen=True)
-class ForwardCode:
-    """A block is a chain of classes: ``parts`` are headers and names of what a spec asks for, ``header`` has more."""
-
-    tiles: Forward
-    constants: Constants
-    memory: Printed
-    parts: tuple[tuple[str, str], ...]
-    header: str
-
-
-@dataclass(frozen=True)
-class BackwardCode:
-    """The pass of dK and dV.
-
-    ``persistent``: blocks that add up dQ take one key tile after another. ``row_words``: what each query carries.
-    """
-
-    tiles: Backward
-    constants: Constants
-    memory: Printed
-    row_words: str
-    persistent: bool
-    shares_last: bool
-    most_units: int = MOST_UNITS
-
-
-@dataclass(frozen=True)
-class QueryCode:
-    """The kernel of dQ, where it has one of its own."""
-
-    constants: Constants
-    memory: Printed
-
-
-def forward_code(plan: GpuPlan) -> ForwardCode:
-    """The forward pass."""
+def forward_code(plan: GpuPlan) -> PassCode:
+    """The forward pass. A block is a chain of classes."""
     recipe, variant = plan.recipe, plan.recipe.variant
     element, tiles, more = plan.own.element, plan.own.forward, dict[str, int]()
     if variant.kind.cached:
@@ -96,13 +55,13 @@ def forward_code(plan: GpuPlan) -> ForwardCode:
     more |= {"maxima_by_sums": int(tiles.maxima_by_sums(recipe))}
     more |= {"measurers": MEASURERS if variant.uses_sqdist and tiles.producers else 0}
     layouts = {C_TYPES[element]: forward_layout(recipe, element, tiles)}
-    return ForwardCode(
-        tiles=tiles,
-        constants=Constants("ForwardPlan", "The plan of the forward pass.", _constants(tiles, _OF_FORWARD, more)),
-        memory=printed("ForwardMemory", "Where blocks of the forward pass have what, in bytes.", "class T", layouts),
-        parts=_forward_parts(recipe, tiles),
-        header=_forward_header(variant, tiles),
-    )
+    return {
+        "tiles": tiles,
+        "constants": _constants("ForwardPlan", "The plan of the forward pass.", tiles, _OF_FORWARD, more),
+        "memory": printed("ForwardMemory", "Where blocks of the forward pass have what, in bytes.", "class T", layouts),
+        "parts": _forward_parts(recipe, tiles),  # headers and names of what a spec asks for
+        "header": _forward_header(variant, tiles),
+    }
 
 
 def _forward_parts(recipe: Recipe, tiles: Forward) -> tuple[tuple[str, str], ...]:
@@ -128,7 +87,7 @@ def _forward_header(variant: Variant, tiles: Forward) -> str:
     return tiles.header if variant.tangent is None else tiles.header_of_tangents
 
 
-def backward_code(plan: GpuPlan) -> BackwardCode:
+def backward_code(plan: GpuPlan) -> PassCode:
     """The pass of dK and dV."""
     recipe, element, tiles = plan.recipe, plan.own.element, plan.own.backward
     layouts = {
@@ -145,24 +104,27 @@ def backward_code(plan: GpuPlan) -> BackwardCode:
         "part_overhead": PART_OVERHEAD,
     }
     names = (*_OF_BACKWARD, "dq_sent") if tiles.halves_dq else _OF_BACKWARD
-    return BackwardCode(
-        tiles=tiles,
-        constants=Constants("BackwardPlan", "The plan of dK and dV.", _constants(tiles, names, more)),
-        memory=printed("BackwardMemory", "The same for dK and dV.", "class T, bool atomic", layouts),
-        row_words=row_words(recipe).places("RowWords"),
-        persistent=recipe.one_pass and tiles.persistent,
-        shares_last=shares_last(recipe.variant, tiles),
-    )
+    return {
+        "tiles": tiles,
+        "constants": _constants("BackwardPlan", "The plan of dK and dV.", tiles, names, more),
+        "memory": printed("BackwardMemory", "The same for dK and dV.", "class T, bool atomic", layouts),
+        "row_words": row_words(recipe).places("RowWords"),  # what each query carries
+        # Blocks that add up dQ take one key tile after another.
+        "persistent": recipe.one_pass and tiles.persistent,
+        "shares_last": shares_last(recipe.variant, tiles),
+        "most_units": MOST_UNITS,
+    }
 
 
-def query_code(plan: GpuPlan) -> QueryCode:
-    """The kernel of dQ."""
+def query_code(plan: GpuPlan) -> PassCode:
+    """The kernel of dQ, where it has one of its own."""
     element, tiles = plan.own.element, plan.own.queries
     layouts = {C_TYPES[element]: query_layout(plan.recipe, element, tiles)}
-    return QueryCode(
-        Constants("QueryPlan", "The plan of dQ, where it has a kernel of its own.", _constants(tiles)),
-        printed("QueryMemory", "Where the kernel of dQ has what, in bytes of shared memory.", "class T", layouts),
-    )
+    comment = "Where the kernel of dQ has what, in bytes of shared memory."
+    return {
+        "constants": _constants("QueryPlan", "The plan of dQ, where it has a kernel of its own.", tiles),
+        "memory": printed("QueryMemory", comment, "class T", layouts),
+    }
 
 
 def has_warpgroups(plan: GpuPlan) -> bool:
@@ -209,9 +171,15 @@ def _dq_column_groups(plan: GpuPlan, tiles: Backward) -> int:
 
 
 def _constants(
-    tiles: Schedule, names: tuple[str, ...] = (), more: Mapping[str, int] = MappingProxyType({})
-) -> tuple[tuple[str, str], ...]:
+    struct: str,
+    comment: str,
+    tiles: Schedule,
+    names: tuple[str, ...] = (),
+    more: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, object]:
+    """Those of one pass, as a struct template over the element type."""
     own = {name: getattr(tiles, name) for name in (*_OF_SCHEDULES, *names)}
     multiplying, copying = tiles.registers
     values = {"BR": tiles.Br, "BC": tiles.Bc, **own, "registers": multiplying, "producer_registers": copying, **more}
-    return tuple((name, str(int(value))) for name, value in values.items())
+    members = tuple((name, str(int(value))) for name, value in values.items())
+    return {"name": struct, "comment": comment, "members": members}

@@ -1,13 +1,12 @@
 """The formulas of a spec as kernels compute them: hooks, weights, and the constants of exponents.
 
-In: the recipe of a variant, and where its code is placed. Out: a ``SpecCode``, ``spec`` in templates.
+In: the recipe of a variant, and where its code is placed. Out: ``spec`` in templates.
 Formulas are placed first, captured gradients and loads of the mask by their own modules, and then all hooks are there.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashgen.analysis.constraints import ROW
@@ -17,7 +16,7 @@ from flashgen.analysis.selection import selected
 from flashgen.analysis.variant import Variant
 from flashgen.emit.context import WeightCode, by_score, derivative_hooks, formula
 from flashgen.emit.distance import split_score
-from flashgen.emit.placement import Hooks, Placement
+from flashgen.emit.placement import Placement
 from flashgen.emit.spelling import c_literal
 from flashgen.ir.build import apply
 from flashgen.ir.expr import Expr, Literal, Load, literal
@@ -42,22 +41,6 @@ class RowFunction:
 READ_OF_PAIR = "read_of_pair"  # a function
 
 
-@dataclass(frozen=True)
-class Prefetch:
-    """An element that pairs read, which may be read before it is needed: its types in the tensor and in expressions.
-
-    ``offset`` is its place in the ``tensor``, ``stride`` and ``row_stride`` how far the next column's and row's are.
-    """
-
-    element: str
-    c_type: str
-    tensor: str
-    offset: str
-    stride: str
-    row_stride: str
-    comment: str
-
-
 class Places:
     """Where the code of one source is placed: hooks by their names, and functions of rows. It grows as modules add."""
 
@@ -80,20 +63,6 @@ class Places:
 
 
 @dataclass(frozen=True)
-class NormCode:
-    """Of scores without |q|²: what |k|² is multiplied by once a key, if it is, and whether heads have their own.
-
-    ``varies``: it is no constant, so that sequences of a ragged batch may have their own, by their lengths. ``by_lse``:
-    what arrives at |q|² is P times what arrives at lse.
-    """
-
-    of_key: str | None
-    of_heads: bool
-    varies: bool
-    by_lse: bool
-
-
-@dataclass(frozen=True)
 class ExponentCode:
     """What exponents are made by: of scores, or of products where scores are these but for a factor.
 
@@ -111,49 +80,6 @@ class ExponentCode:
     slope: str = ""
     of_dot: str = ""
     lag: str = ""
-
-
-@dataclass(frozen=True)
-class SpecCode:
-    """What a spec computes.
-
-    Its score is a ``product``, ``bounded``, without |q|² by ``norms``, or general; see ``score.py``. ``in_bounds``:
-    which launches bound it, None: all; ``bounds_rows``: then no lse is extreme, and there are kernels for both.
-    ``small_tanh``: up to which argument its tanh is a polynomial. ``dot_factor``: what becomes of sums of gradients of
-    products. ``by_score`` gives a format: what arrives through the score, from one of its derivatives.
-    ``scaled_weights`` have to be brought into the range of the elements. ``tangent``: forward mode, beside o and lse,
-    or its backward pass; ``weight_tangent``: captured values change weights beside what scores change.
-    """
-
-    formula: str
-    hooks: Hooks
-    function_inputs: dict[str, str]
-    row_functions: tuple[RowFunction, ...]
-    weights: WeightCode
-    scaled_weights: bool
-    sink: str | None
-    split_score: bool
-    sqdist: bool
-    distance: bool
-    dropout: bool
-    tangent: bool
-    weight_tangent: bool
-    sink_tangent: str | None
-    product: bool
-    bounded: bool
-    in_bounds: str | None
-    bounds_rows: bool
-    small_tanh: str | None
-    norms: NormCode | None
-    exponent: ExponentCode
-    dot_factor: str | None
-    by_score: Callable[..., str]
-    prefetch: Prefetch | None
-
-    def run(self, block: str, others: str, arguments: str, by_bounds: object) -> str:
-        """Runs a block; of one that is for launches that bound scores, or for others, the one that a launch needs."""
-        plain, bounding, free = (f"{block}{argument}{others}.run();" for argument in ("", ", true", ", false"))
-        return f"if (make_launch({arguments}).is_bounded) {bounding}\n  else {free}" if by_bounds else plain
 
 
 def place_formulas(recipe: Recipe, places: Places) -> None:
@@ -208,7 +134,7 @@ def _place_score(recipe: Recipe, places: Places) -> None:
         places.row_functions.append(RowFunction("row_slope", slope, "What that has of |q|² is this times it"))
 
 
-def spec_code(recipe: Recipe, places: Places) -> SpecCode:
+def spec_code(recipe: Recipe, places: Places) -> dict[str, object]:
     """What a spec computes, once everything is placed."""
     variant, placement, form = recipe.computed, places.placement, recipe.computed.weights.form
     score, small = recipe.score, recipe.score.small_tanh
@@ -223,32 +149,44 @@ def spec_code(recipe: Recipe, places: Places) -> SpecCode:
     prefetch = None if recipe.prefetch is None else _prefetch(variant, recipe.prefetch, placement)
     hooks, of_rows = placement.hooks(), {each.name: each.code for each in places.row_functions}
     assert len(hooks.members[Level.DIAGONAL.value]) <= len(recipe.numbers), "the workspace has no room for all"
-    return SpecCode(
-        formula=formula(variant),
-        hooks=hooks,
-        function_inputs=places.inputs,
-        row_functions=tuple(places.row_functions),
-        weights=WeightCode(form),
-        scaled_weights=form.divided or ((variant.kind.f8 or variant.kind.f8_cached) and not form.exponential),
-        sink=of_rows.get("sink_score"),
-        split_score="row_score" in of_rows,
-        sqdist=variant.uses_sqdist,
-        distance=placement.measures_distance,
-        dropout=has_dropout(variant),
-        tangent=variant.tangent is not None,
-        weight_tangent=variant.tangent is not None and variant.tangent.weight is not None,
-        sink_tangent=of_rows.get("sink_tangent"),
-        product=isinstance(score, Product),
-        bounded=isinstance(score, Bounded),
-        in_bounds=in_bounds,
-        bounds_rows=in_bounds is not None and variant.weights.sink is None and narrow,
-        small_tanh=bound,
-        norms=norms,
-        exponent=exponent,
-        dot_factor=factor,
-        by_score=functools.partial(by_score, variant),
-        prefetch=prefetch,
-    )
+    return {
+        "formula": formula(variant),
+        "hooks": hooks,
+        "function_inputs": places.inputs,
+        "row_functions": tuple(places.row_functions),
+        "weights": WeightCode(form),
+        # They have to be brought into the range of the elements.
+        "scaled_weights": form.divided or ((variant.kind.f8 or variant.kind.f8_cached) and not form.exponential),
+        "sink": of_rows.get("sink_score"),
+        "split_score": "row_score" in of_rows,
+        "sqdist": variant.uses_sqdist,
+        "distance": placement.measures_distance,
+        "dropout": has_dropout(variant),
+        "tangent": variant.tangent is not None,  # forward mode, beside o and lse, or its backward pass
+        # Captured values change weights beside what scores change.
+        "weight_tangent": variant.tangent is not None and variant.tangent.weight is not None,
+        "sink_tangent": of_rows.get("sink_tangent"),
+        # A score is a product, bounded, without |q|² by ``norms``, or general; see ``score.py``.
+        "product": isinstance(score, Product),
+        "bounded": isinstance(score, Bounded),
+        "in_bounds": in_bounds,  # which launches bound it, None: all
+        # Then no lse is extreme, and there are kernels for both.
+        "bounds_rows": in_bounds is not None and variant.weights.sink is None and narrow,
+        "run": _run,
+        "small_tanh": bound,  # up to which argument its tanh is a polynomial
+        "norms": norms,
+        "exponent": exponent,
+        "dot_factor": factor,  # what becomes of sums of gradients of products
+        # A format: what arrives through the score, from one of its derivatives.
+        "by_score": functools.partial(by_score, variant),
+        "prefetch": prefetch,
+    }
+
+
+def _run(block: str, others: str, arguments: str, by_bounds: object) -> str:
+    """Runs a block; of one that is for launches that bound scores, or for others, the one that a launch needs."""
+    plain, bounding, free = (f"{block}{argument}{others}.run();" for argument in ("", ", true", ", false"))
+    return f"if (make_launch({arguments}).is_bounded) {bounding}\n  else {free}" if by_bounds else plain
 
 
 def _exponent_code(recipe: Recipe, placement: Placement) -> ExponentCode:
@@ -266,26 +204,33 @@ def _exponent_code(recipe: Recipe, placement: Placement) -> ExponentCode:
     return ExponentCode(code, f"fg::abs({code})", f"fg::abs({slope})", hidden, sign, slope)
 
 
-def _norm_code(score: Distance, placement: Placement) -> NormCode:
+def _norm_code(score: Distance, placement: Placement) -> dict[str, object]:
+    """Of scores without |q|²."""
     factor = score.norms.of_key
-    if factor is None:
-        return NormCode(None, of_heads=False, varies=False, by_lse=score.by_lse)
-    level = level_of(factor)
-    code, varies = placement.value("of_key", factor, level), not isinstance(factor, Literal)
-    return NormCode(code, of_heads=level is Level.HEAD, varies=varies, by_lse=score.by_lse)
+    return {
+        # What |k|² is multiplied by once a key, if it is, and whether heads have their own.
+        "of_key": None if factor is None else placement.value("of_key", factor, level_of(factor)),
+        "of_heads": factor is not None and level_of(factor) is Level.HEAD,
+        # It is no constant, so that sequences of a ragged batch may have their own, by their lengths.
+        "varies": factor is not None and not isinstance(factor, Literal),
+        "by_lse": score.by_lse,  # what arrives at |q|² is P times what arrives at lse
+    }
 
 
-def _prefetch(variant: Variant, load: Load, placement: Placement) -> Prefetch:
+def _prefetch(variant: Variant, load: Load, placement: Placement) -> dict[str, object]:
+    """An element that pairs read, which may be read before it is needed."""
     element = element_of(variant, load)
-    return Prefetch(
-        element="uint8_t" if element is ElementType.BOOL else C_TYPES[element],
-        c_type="bool" if element is ElementType.BOOL else "float",
-        tensor=tensor_field(load.tensor),
-        offset=placement.offset_of_pair(load),
-        stride=stride_field(load.tensor, len(load.indices) - 1),
-        row_stride=stride_field(load.tensor, load.indices.index(ROW)),
-        comment=text(load),
-    )
+    return {
+        # Its types in the tensor and in expressions.
+        "element": "uint8_t" if element is ElementType.BOOL else C_TYPES[element],
+        "c_type": "bool" if element is ElementType.BOOL else "float",
+        # Its place in the tensor, and how far the next column's and row's are.
+        "tensor": tensor_field(load.tensor),
+        "offset": placement.offset_of_pair(load),
+        "stride": stride_field(load.tensor, len(load.indices) - 1),
+        "row_stride": stride_field(load.tensor, load.indices.index(ROW)),
+        "comment": text(load),
+    }
 
 
 def has_dropout(variant: Variant) -> bool:
