@@ -33,7 +33,7 @@ class KernelSource:
         return in_one(self.file_name, self.text, self.headers)
 
     def of_part(self, part: str, products: int = 0) -> KernelSource:
-        """The same for a library of one of ``PARTS`` alone, and of calls that multiply in one way (``Products``)."""
+        """The source of a library of one of ``PARTS`` alone, and of calls that multiply in one way (``Products``)."""
         stem, _, suffix = self.file_name.rpartition(".")
         only = (("FLASHGEN_PART", str(1 + PARTS.index(part))), ("FLASHGEN_PRODUCTS", str(products)))
         return replace(self, file_name=f"{stem}_{part}.{suffix}", defines=(*self.defines, *only))

@@ -83,7 +83,7 @@ class GpuProvider:
         return self.kernel(head_dim, self.machines(index))
 
     def of_spec(self, spec: AttentionSpec) -> GpuProvider:
-        """The same of another spec, dense, which no package has."""
+        """A provider of another spec, dense, which no package has."""
         return GpuProvider(spec, self.machines)
 
     def of_call(

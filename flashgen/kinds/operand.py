@@ -149,7 +149,7 @@ class Operand:
         return sizes[self.elements]
 
     def known_bytes(self, known: Mapping[str, int]) -> int:
-        """The same by the values of fields."""
+        """Bytes of an element, by the values of fields."""
         codes = (known.get(name, 0) for name in ("element", "key_element"))
         return self.element_bytes(*(ELEMENT_BYTES[code] for code in codes))
 

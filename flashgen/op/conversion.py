@@ -251,7 +251,7 @@ def saturated(x: Tensor) -> Tensor:
 
 
 def saturated_number(number: Any) -> Any:
-    """The same of one number; symbolic ones stay as they are."""
+    """One number as int32 holds it; symbolic ones stay as they are."""
     return max(min(number, _I32.max), _I32.min) if type(number) is int else number
 
 

@@ -36,7 +36,7 @@ def lowered_tensors(spec: AttentionSpec, tensors: Mapping[str, Tensor], sizes: M
 def read_by_kernels(
     found: Selection, tensors: Mapping[str, Tensor], sizes: Mapping[str, int], *, in_memory: bool = True
 ) -> dict[str, Tensor]:
-    """The same, in the order of ``found.tensors``. Not ``in_memory``: bits are on meta, and lie as others do."""
+    """What kernels read, in the order of ``found.tensors``. Not ``in_memory``: bits are on meta, as others lie."""
     listed = tensors[found.select.tensor]
     blocks, bits = -(-sizes["Nk"] // found.select.block), _layout_of_bits(found, listed, sizes)
     tiles = None if found.tiles is None else _layout_of_tiles(found, sizes)

@@ -163,7 +163,7 @@ def standard_backward_flops(lengths: Lengths) -> int:
 
 
 def flash_backward_flops(lengths: Lengths) -> int:
-    """The same, and S again."""
+    """dV, dP, dQ and dK, and S again."""
     return standard_backward_flops(lengths) + 2 * lengths.counts[0] * lengths.qk
 
 

@@ -24,7 +24,7 @@ from flashgen.reference.shard import Shard
 
 # Pairs in one slice: 16 MiB a matrix in float32, of which a slice holds some ten.
 SLICE_PAIRS = 1 << 22
-# The same where derivatives are differentiated: some fifty matrices, of which most should stay in a cache.
+# Pairs where derivatives are differentiated: some fifty matrices, of which most should stay in a cache.
 DERIVATIVE_PAIRS = 1 << 18
 
 

@@ -110,7 +110,7 @@ class Device(Protocol):
         """What has to be said with every plan for it."""
 
     def with_sram(self, size: int) -> Self:
-        """The same with another memory for a tile."""
+        """A target like this one, with another memory for a tile."""
 
 
 class Family(Protocol[DeviceT_contra, PlanT, BinaryT]):

@@ -335,7 +335,7 @@ def predefined(compiler: Compiler) -> str | None:
 
 
 def _run_with_optional(compiler: Compiler, arguments: list[str], scratch: Path) -> tuple[str, bool]:
-    """The same with the optional flags, but for those that are refused."""
+    """Run the compiler with the optional flags, but for those that are refused."""
     optional = compiler.optional_flags
     log, success = _run(compiler, [*optional, *arguments], scratch)
     if not success:

@@ -126,7 +126,7 @@ def _vector_overhead(Br: int, Bc: int, roomy: int) -> float:
 
 
 def _pair_overhead(Br: int, Bc: int, *, is_forward: bool) -> float:
-    """The same of pairs. Fitted on a Zen 5, B 1, H 1, N 4,096, in turns.
+    """Work beside products of pairs. Fitted on a Zen 5, B 1, H 1, N 4,096, in turns.
 
     Forward 128 × 64, 128 × 128, 256 × 64, 192 × 128 and 256 × 128 take 1.04 to 1.07, 1.03 to 1.06, 1.01 to 1.02, 1.01
     to 1.02 and 1 (D 64 and 128, plain and causal). Backward 64 × 64, 128 × 64, 192 × 64 and 192 × 128 take 1.08, 1.03,
@@ -149,7 +149,7 @@ def _matrix_forward_overhead(parts: int, Br: int, Bc: int) -> float:
 
 
 def _matrix_backward_overhead(parts: int, Br: int, Bc: int) -> float:
-    """The same backward: K is transposed and dK and dV are read and written once for Br rows, dQ once for Bc keys.
+    """Work beside products, backward: K is transposed, dK and dV read and written once for Br rows, dQ for Bc keys.
 
     Fitted like the forward pass. One part: 256 × 128 takes 0.89 of the time of 256 × 64, which takes 0.91 to 0.96 of
     128 × 64. Three: 128 × 128 takes 1.11 (D 64) and 1.04 (D 128) of the time of 256 × 128, 256 × 64 1.02 and 1.04.

@@ -51,7 +51,7 @@ from flashgen.targets.gpu.lists import OF_KEYS, OF_QUERIES
 from flashgen.targets.gpu.model import FEW_QUERIES, FLOAT, MERGED_WEIGHTS, MERGING_THREADS, MERGING_WARPS, WORD, padded
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.schedules import Forward
-from flashgen.targets.gpu.tiles import ElementPlan
+from flashgen.targets.gpu.tiles import ElementPlan, finds_selected, merging_shares
 
 COUNTED = (
     *(name for name in OPERANDS if name != "lse_parts"),  # of extreme rows, whose number nobody knows
@@ -137,7 +137,7 @@ def bytes_of_sequences(
     values: Mapping[str, Any],
     captured: Mapping[str, Any],
 ) -> Mapping[str, int]:
-    """The same of a ragged batch, whose ``sequences`` are dense calls with values of their own.
+    """Of the launches of a ragged batch, by buffer; its ``sequences`` are dense calls with values of their own.
 
     The kernel of delta goes over the rows of all. What says where sequences begin comes from caches, and is left out.
     """
@@ -257,7 +257,7 @@ def _parts_with_tiles(tiles: Forward, values: Mapping[str, Any]) -> int:
 def _left_and_merged(variant: Variant, tiles: Forward, values: Mapping[str, Any]) -> Mapping[str, int]:
     """What the parts of one sequence leave, and those who merge them read."""
     parts, width, apart = _parts_with_tiles(tiles, values), padded(variant.head_dim.v), bool(values["merges_apart"])
-    shares, threads = (tiles.merging_shares(variant), MERGING_THREADS) if apart else (1, tiles.threads)
+    shares, threads = (merging_shares(tiles, variant), MERGING_THREADS) if apart else (1, tiles.threads)
     at_once = MERGED_WEIGHTS // tiles.Br  # parts of which more are weighed again for each number of a thread's
     found = Counter[str]()
     for first in range(0, int(values["group_rows"]), tiles.Br):
@@ -279,7 +279,7 @@ def _keys_of_group(variant: Variant, tiles: ElementPlan, values: Mapping[str, An
     if variant.keep_everything:
         return kv_heads * -(-rows // Br) * kv_len
     found, place = 0, _Place(variant, values, captured)
-    finds = tiles.forward.finds_selected(variant, tiles.element)
+    finds = finds_selected(tiles.forward, variant, tiles.element)
     asked = selected(variant.keep, variant.spec.tensors) if finds else None
     block = 0 if asked is None else block_of(variant.spec.tensors)
     for kv_head in range(kv_heads):

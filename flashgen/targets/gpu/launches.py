@@ -46,7 +46,7 @@ from flashgen.targets.gpu.model import (
 )
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.schedules import Backward, Forward
-from flashgen.targets.gpu.tiles import GpuPlan
+from flashgen.targets.gpu.tiles import GpuPlan, merging_shares
 
 # Buffers: query tiles, and key tiles, that persistent blocks have taken, beyond one each.
 TILE_COUNTER, KEY_TILE_COUNTER = "tile_counter", "key_tile_counter"
@@ -224,7 +224,7 @@ def cached_launches(plan: GpuPlan) -> PassLaunches:
     blocks = work_tiles(tiles)
     threads = tiles.threads
     parts = Count((*blocks.factors, Factor("splits")))
-    merges = Count((*blocks.factors, Factor("merges_apart")), tiles.merging_shares(variant))
+    merges = Count((*blocks.factors, Factor("merges_apart")), merging_shares(tiles, variant))
     launches = (
         Launch(f"{symbol}_forward_{element}", parts, threads, tiles.sram_bytes),
         Launch(f"{symbol}_merge_{element}", merges, MERGING_THREADS, tiles.sram_bytes),

@@ -49,7 +49,7 @@ class Considered(Generic[S]):
     rules: tuple[Rule, ...]
 
     def after(self, rows: list[S], rules: tuple[Rule, ...]) -> Considered[S]:
-        """The same behind other rows, if there are some, which other rules put first."""
+        """These rows behind other ones, if there are some, which other rules put first."""
         return Considered(rows + self.rows, rules) if rows else self
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from flashgen.analysis.selection import selected
 from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.plan.measured import counted
@@ -157,28 +156,6 @@ class Forward(Schedule):
             return self.warps
         return self.producers - 1 - self.ping_pong - (model.MEASURERS if variant.uses_sqdist else 0)
 
-    def finds_selected(self, variant: Variant, element: ElementType) -> bool:
-        """Over caches: whether tiles with a selected key are found first. Their numbers take the place of K and V."""
-        if selected(variant.keep, variant.spec.tensors) is None:
-            return False
-        of_keys, widths = model.element_of_keys(variant, element), (variant.head_dim.qk, variant.head_dim.v)
-        room = sum(model.tile_bytes(self.Bc, padded(width), of_keys) for width in widths)
-        return self.stages * room >= 2 * model.WINDOW
-
-    def merging_shares(self, variant: Variant) -> int:
-        """Over caches: blocks that merge a tile's parts, each with so much of the columns: 32 or more, or a warp's."""
-        width = variant.head_dim.v
-        if self.split > 1:
-            if width != padded(width):
-                return 1
-            counts = range(width // 32 // self.split * self.split, self.split, -self.split)
-            return next((count for count in counts if width % (16 * count) == 0), self.split)
-        return next(count for count in (4, 2, 1) if count == 1 or width % (32 * count) == 0)
-
-    def merging_warps(self, variant: Variant) -> int:
-        """Over caches: warps of a team that has all rows of a tile, and a block's columns."""
-        return self.warps // (self.split if self.merging_shares(variant) > 1 else 1)
-
 
 @dataclass(frozen=True)
 class Warps(Forward):
@@ -259,7 +236,7 @@ class PingPong(Forward):
 
 @dataclass(frozen=True)
 class DividedWarpgroups(Forward):
-    """The same without turns: each has scores of half a tile's keys, all copy, and a block has one query tile."""
+    """``PingPong`` without turns: each has scores of half a tile's keys, all copy, and a block has one query tile."""
 
     header = header_of_tangents = "by_warpgroups"
     warpgroups = True
@@ -420,7 +397,7 @@ class SharedKeys(OwnKeys):
 
 @dataclass(frozen=True)
 class SharedDq(OwnKeys):
-    """The same by each of two blocks, which have 64 keys and half of the columns of dQ each, and exchange dS."""
+    """``SharedKeys`` by each of two blocks, which have 64 keys and half of dQ's columns each, and exchange dS."""
 
     split = cluster = 2
     divides_keys = True

@@ -6,12 +6,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from flashgen.analysis.selection import selected
 from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.kinds.kind import PassName
 from flashgen.plan.plan import Plan, Spill, Tiles
+from flashgen.targets.gpu import model
 from flashgen.targets.gpu.recipe import Recipe
-from flashgen.targets.gpu.schedules import AnyBackward, AnyForward, AnyQueries, Schedule
+from flashgen.targets.gpu.schedules import AnyBackward, AnyForward, AnyQueries, Forward, Schedule
 
 # What reasons and rejections call the tiles of a pass, and which of them a kernel goes through.
 TILES_OF: Mapping[PassName, tuple[str, ...]] = {"forward": ("forward",), "backward": ("backward", "queries")}
@@ -72,7 +74,7 @@ class GpuPlan(Plan):
 
     @property
     def backward(self) -> Tiles:
-        """The same for the backward pass."""
+        """The backward pass's tile of the first element type."""
         return self.elements[0].backward
 
     @property
@@ -128,7 +130,7 @@ _BESIDE, _SPLITTING = 64, 24
 # Bytes of registers that a kernel may store and load again and still be taken: numbers that live across the loops, and
 # are read once a tile at most.
 HARMLESS_SPILL = 160
-# The same where warpgroups multiply: what comes next has no warpgroups, and was measured to take 1.6 times as long.
+# Such bytes where warpgroups multiply: what comes next has no warpgroups, and was measured to take 1.6 times as long.
 HARMLESS_WARPGROUP_SPILL = 320
 # A register too many is stored once and loaded once. Measured: 128 × 128 spills 1,276 bytes and 64 × 128, whose warps
 # keep 64 numbers less, 636.
@@ -156,3 +158,28 @@ def registers(variant: Variant, element: ElementType, tiles: Schedule) -> int:
     """The estimate; more than ``MOST_REGISTERS`` where a kernel will spill."""
     splitting = _SPLITTING if element is ElementType.F32 else 0
     return tiles.accumulators(variant, element) + _BESIDE + splitting
+
+
+def finds_selected(tiles: Forward, variant: Variant, element: ElementType) -> bool:
+    """Over caches: whether tiles with a selected key are found first. Their numbers take the place of K and V."""
+    if selected(variant.keep, variant.spec.tensors) is None:
+        return False
+    of_keys, widths = model.element_of_keys(variant, element), (variant.head_dim.qk, variant.head_dim.v)
+    room = sum(model.tile_bytes(tiles.Bc, model.padded(width), of_keys) for width in widths)
+    return tiles.stages * room >= 2 * model.WINDOW
+
+
+def merging_shares(tiles: Forward, variant: Variant) -> int:
+    """Over caches: blocks that merge a tile's parts, each with so much of the columns: 32 or more, or a warp's."""
+    width = variant.head_dim.v
+    if tiles.split > 1:
+        if width != model.padded(width):
+            return 1
+        counts = range(width // 32 // tiles.split * tiles.split, tiles.split, -tiles.split)
+        return next((count for count in counts if width % (16 * count) == 0), tiles.split)
+    return next(count for count in (4, 2, 1) if count == 1 or width % (32 * count) == 0)
+
+
+def merging_warps(tiles: Forward, variant: Variant) -> int:
+    """Over caches: warps of a team that has all rows of a tile, and a block's columns."""
+    return tiles.warps // (tiles.split if merging_shares(tiles, variant) > 1 else 1)

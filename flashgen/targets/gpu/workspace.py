@@ -133,7 +133,7 @@ def _of_sequence(buffer: str, recipe: Recipe) -> str:
 
 
 def _of_ragged_batches(count: Count | Sum) -> str:
-    """The same count over what ``Arguments`` of a sequence know of the call."""
+    """A count over what ``Arguments`` of a sequence know of the call."""
     code = count_code(count)
     for field, of_the_call in (("batch", "sequences"), ("q_len", "q_rows"), ("kv_len", "kv_rows")):
         code = code.replace(f"a.{field}", f"a.{of_the_call}")

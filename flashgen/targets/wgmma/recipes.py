@@ -96,7 +96,7 @@ def _with_staged_pairs(rows: list[Forward]) -> list[Forward]:
 
 
 def backward(recipe: Recipe, element: ElementType, on: Architecture) -> Considered[Backward]:
-    """The same for dK and dV."""
+    """Rows for dK and dV."""
     variant, others = recipe.variant, WARPS.backward(recipe, element, on)
     is_of_warps = variant.kind.forward_only or variant.kind.backward_only
     if element is ElementType.F32 or variant.uses_sqdist or is_of_warps:
@@ -126,7 +126,7 @@ def _has_copiers_of_pairs(recipe: Recipe, element: ElementType, row: Backward) -
 
 
 def queries(recipe: Recipe, element: ElementType, on: Architecture) -> Considered[Queries]:
-    """The same for dQ."""
+    """Rows for dQ."""
     variant, others = recipe.variant, WARPS.queries(recipe, element, on)
     if element is ElementType.F32 or variant.kind.forward_only or variant.kind.backward_only:
         return others

@@ -64,18 +64,18 @@ HOPPER_JVP: Table[Forward] = (
     (64, (P(128, 112, 8), P(128, 96, 8), P(128, 64, 8), *_JVP_ALONE)),
     (WIDEST_JVP, (P(128, 64, 8), P(128, 32, 8), *_JVP_ALONE)),
 )
-# The same where the mask relates no queries to keys, so that every row has all tiles.
+# Where the mask relates no queries to keys, so that every row has all tiles.
 HOPPER_WHOLE_FORWARD: Table[Forward] = (
     (64, (P(192, 128, 12), *HOPPER_FORWARD[0][1])),
     (128, (P(128, 160, 8), *HOPPER_FORWARD[1][1])),
     *HOPPER_FORWARD[2:],
 )
-# The same where masks leave rows of tiles short.
+# Where masks leave rows of tiles short.
 HOPPER_SHORT_FORWARD: Table[Forward] = (
     (64, (S(64, 64, 4, blocks=4), S(64, 64, 4, blocks=3), P(128, 128, 8), P(128, 64, 8))),
     *HOPPER_FORWARD[1:],
 )
-# The same where they are drawn in blocks smaller than a wide tile.
+# Where masks are drawn in blocks smaller than a wide tile.
 HOPPER_BLOCK_FORWARD: Table[Forward] = (
     HOPPER_SHORT_FORWARD[0],
     (128, (S(64, 64, 4, blocks=2), S(64, 48, 4, blocks=3), P(128, 64, 8))),

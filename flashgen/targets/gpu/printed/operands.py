@@ -54,7 +54,7 @@ def operand_code(plan: GpuPlan, passes: Collection[PassName]) -> dict[str, objec
 
 
 def _written(variant: Variant, *names: str) -> str:
-    """The same for all of these that a variant's kernels write."""
+    """The C type of all of these operands that a variant's kernels write."""
     operands = variant.kind.operands
     elements = {operands[name].elements for name in names if name == "o" or not variant.kind.forward_only}
     assert len(elements) < 2, f"{' and '.join(names)} are of one type"

@@ -29,7 +29,7 @@ from flashgen.targets.gpu.primitives import C_TYPES, WarpgroupProducts
 from flashgen.targets.gpu.printed.spec import has_dropout
 from flashgen.targets.gpu.recipe import Recipe
 from flashgen.targets.gpu.schedules import Backward, Forward, Schedule
-from flashgen.targets.gpu.tiles import GpuPlan
+from flashgen.targets.gpu.tiles import GpuPlan, finds_selected, merging_shares, merging_warps
 
 # What templates ask of a schedule: of every one, forward, and of dK and dV.
 _OF_SCHEDULES = ("warps", "stages", "split", "s_columns", "warpgroups", "producers", "blocks", "threads")
@@ -47,9 +47,9 @@ def forward_code(plan: GpuPlan) -> PassCode:
     recipe, variant = plan.recipe, plan.recipe.variant
     element, tiles, more = plan.own.element, plan.own.forward, dict[str, int]()
     if variant.kind.cached:
-        more |= {"merging_warps": tiles.merging_warps(variant), "shares": tiles.merging_shares(variant)}
+        more |= {"merging_warps": merging_warps(tiles, variant), "shares": merging_shares(tiles, variant)}
         more |= {"merging_threads": MERGING_THREADS, "merged_weights": MERGED_WEIGHTS}
-        more |= {"finds_selected": int(tiles.finds_selected(variant, element))}
+        more |= {"finds_selected": int(finds_selected(tiles, variant, element))}
     if variant.kind.f8:
         more |= {"tiles_of_sums": max(1, KEYS_OF_SUMS // tiles.Bc)}
     more |= {"maxima_by_sums": int(tiles.maxima_by_sums(recipe))}
