@@ -30,8 +30,8 @@ from torch import Tensor
 from flashgen.hosts.kernel import POINTERS, Native, Node, Prepared
 from flashgen.op.call import FORKS, Call, backward_key, is_readable
 from flashgen.store.cache import Cache, key_of
+from flashgen.store.gallery import shipped
 from flashgen.store.headers import Text
-from flashgen.store.shipped import shipped
 from flashgen.toolchains.cpp import CompileFailed, CompilerMissing, compile_with, find_compiler
 
 ENVIRONMENT_VARIABLE = "FLASHGEN_NODE"

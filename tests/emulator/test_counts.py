@@ -7,7 +7,8 @@ from math import gcd
 import numpy as np
 import pytest
 
-from flashgen.hosts.emulator import Report, SharedRequests, Traffic, compile_program
+from flashgen.hosts.emulator.program import compile_program
+from flashgen.hosts.emulator.report import Report, SharedRequests, Traffic
 from tests.emulator.helpers import Outcome, kernel, launch
 
 BANKS = kernel("banks")

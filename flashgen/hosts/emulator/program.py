@@ -21,8 +21,8 @@ from pathlib import Path
 
 from flashgen.hosts.emulator.report import Conflict, EmulatorError, FaultKind, Report, SharedRequests, Traffic, placed
 from flashgen.store.cache import Cache
+from flashgen.store.gallery import shipped
 from flashgen.store.headers import Text, headers_of, in_one
-from flashgen.store.shipped import shipped
 from flashgen.toolchains.cpp import CompileFailed, Compiler, compile_sources, find_compiler, load_library
 
 HEADER = "flashgen_emulator.h"
