@@ -49,6 +49,12 @@ from flashgen.targets.cpu.products import FEWEST_ROWS, Products
 from flashgen.targets.cpu.target import CpuTarget
 from flashgen.toolchains.cpp import Binary, CompileFailed, CompilerMissing, compile_sources, find_compiler, load_library
 
+if TYPE_CHECKING:
+    from flashgen.compiler.package.manifest import Library, Manifest
+
+    Brought = Mapping[HeadDim, Library]
+
+
 # The function that runs a pass, and the one that gives the bytes of its workspace.
 Functions = tuple[Callable[..., object], Callable[..., int]]
 # The functions of a name (``forward``, ``ragged_backward``) that a call runs, by values of fields by name.
@@ -198,12 +204,6 @@ def _function(library: ctypes.CDLL, path: Path, name: str) -> Any:
 def _fixed(layout: ArgumentLayout, whole: bytes) -> bytes:
     """The bytes of the fixed values, behind those that vary."""
     return whole[len(layout.pack_varying(*(0,) * layout.varying)) :]
-
-
-if TYPE_CHECKING:
-    from flashgen.compiler.package.manifest import Library, Manifest
-
-    Brought = Mapping[HeadDim, Library]
 
 
 CPU_TANGENTS = ("all that the others take", "all that the others take")

@@ -26,6 +26,12 @@ from flashgen.kinds.operand import Operand, Rows, span
 from flashgen.plan.arguments import stored_field
 from flashgen.plan.launches import Launch, PassLaunches, VisitLists, aligned
 
+if TYPE_CHECKING:
+    from flashgen.targets.gpu.tiles import GpuPlan
+
+Binary = TypeVar("Binary")
+MOST_ELEMENTS = 2**31 - 1  # from a kernel's pointer to the last element that it reads
+ROW_ALIGNMENT = 16  # of rows that are whole numbers of 16 bytes; others are read element by element
 LIST_BYTES = 32 << 20  # of one cache, or of one order in a call's workspace
 MOST_LISTS = 256  # small ones cost more than their bytes
 LEAST_TILES = 1024  # of queries and keys: of fewer a block finds its own in a moment
@@ -114,14 +120,6 @@ class ListCache(Generic[Held]):
             self._entries[question] = lists.size, held
             self.bytes += lists.size
             return held
-
-
-if TYPE_CHECKING:
-    from flashgen.targets.gpu.tiles import GpuPlan
-
-Binary = TypeVar("Binary")
-MOST_ELEMENTS = 2**31 - 1  # from a kernel's pointer to the last element that it reads
-ROW_ALIGNMENT = 16  # of rows that are whole numbers of 16 bytes; others are read element by element
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ from flashgen.reference import dense
 from flashgen.reference.programs import Place
 from flashgen.reference.shard import Shard
 
+__all__ = ["BACKENDS", "AttentionOp", "BaseOp", "OpParts", "check_backend", "is_repeatable"]
+
 
 @dataclass(frozen=True)
 class Reference:
@@ -169,9 +171,6 @@ def _nothing_of(tensors: Sequence[Any], dtype: torch.dtype) -> Tensor:
         if x is not None and x.is_floating_point():
             zero = zero + x.flatten()[:0].to(zero).sum()
     return zero
-
-
-__all__ = ["BACKENDS", "AttentionOp", "BaseOp", "OpParts", "check_backend", "is_repeatable"]
 
 
 class BaseOp(ShownOp):
