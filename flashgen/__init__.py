@@ -11,8 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flashgen.diagnostics import SpecError
-from flashgen.op import operators
-from flashgen.op.loading import load, loads, open_package
+from flashgen.op.loading import connect, load, loads, open_package
 from flashgen.plan.notebook import DRAWINGS
 from flashgen.version import __version__
 
@@ -42,5 +41,5 @@ def _html(of: str, thing: Any) -> Any:
     return getattr(html, of)(thing)
 
 
-operators.connect()
+connect()
 DRAWINGS.update({"op": partial(_html, "of_op"), "plans": partial(_html, "of_plans")})

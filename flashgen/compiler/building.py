@@ -2,29 +2,42 @@
 
 In: spec files, targets. Out: a folder for each attention, with sources and, for targets that are named, binaries; a
 ``BuildResult`` that says what changed and what was left out. Nothing here imports torch.
+
+The files of ``generated/<name>/`` are the operator module, the sources, their headers in ``include``, the binaries, a
+copy of the spec, and a manifest that says what is what. They are the same bytes on every machine; binaries, for one
+version of their compiler.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath
 from typing import Any
 
 from flashgen.compiler.compiled import CompiledKernel, assembled, compiled
 from flashgen.compiler.package import folder as package_folder
 from flashgen.compiler.package.folder import FolderRefused
+from flashgen.compiler.package.manifest import FILE_NAME, INCLUDE, SPEC_FILE_NAME, Manifest, digest
 from flashgen.compiler.pipeline import compile_spec, target_named
 from flashgen.compiler.reading import Constant, read_file
 from flashgen.diagnostics import SpecError
-from flashgen.ir.spec import AttentionSpec
+from flashgen.emit.environment import environment
+from flashgen.emit.kernel_source import KernelSource
+from flashgen.emit.text import pascal_case, spec_digest, spec_lines
+from flashgen.ir.serialize import spec_to_data
+from flashgen.ir.spec import AttentionSpec, CapturedTensor, Param
+from flashgen.ir.text import text
+from flashgen.ir.types import ElementType, ScalarType
 from flashgen.plan.packed import Packed
 from flashgen.plan.plan import ANY_CALLS, USUAL_CALLS, CallKind
 from flashgen.store.gallery import spec_file
 from flashgen.targets.protocol import AnyTarget
 from flashgen.toolchains.cpp import CompilerMissing
+from flashgen.version import __version__
 
 _NO_BINARIES = (
     "binaries for GPUs, which are compiled when a call needs them; "
@@ -128,8 +141,6 @@ class _Package:
 
 
 def _package(spec: AttentionSpec, folder: Path, wanted: Sequence[AnyTarget], calls: CallKind | None) -> _Package:
-    from flashgen.compiler.package.files import package_files
-
     start = time.perf_counter()
     kernels, left = _kernels(spec, wanted, calls)
     files = package_files(spec, [(kernel.source, packed) for kernel, packed in kernels])
@@ -215,3 +226,91 @@ def _packed(
                 found if target.device is None else [(own, each) for own, (_, each) in zip(kernels, found, strict=True)]
             )
     return [(each, each.packed()) for each in kernels]
+
+
+def package_files(spec: AttentionSpec, kernels: Sequence[tuple[KernelSource, Packed]]) -> Mapping[str, bytes]:
+    """The files of the package by name."""
+    texts = {
+        "__init__.py": _module(spec),
+        _spec_file(spec): spec.sources[0].text,
+        SPEC_FILE_NAME: json.dumps(spec_to_data(_portable(spec)), indent=1, ensure_ascii=False) + "\n",
+    }
+    texts |= {source.file_name: source.text for source, _ in kernels}
+    texts |= {f"{INCLUDE}/{name}": header for source, _ in kernels for name, header in source.headers}
+    files = {name: text.encode() for name, text in texts.items()}
+    packed = [each for _, each in kernels]
+    files |= {image.described.file: image.content for each in packed for image in each.binaries}
+    manifest = Manifest(
+        name=spec.name,
+        sha256=spec_digest(spec),
+        kernels=tuple(each.kernel for each in packed if each.kernel is not None),
+        gpu_kernels=tuple(kernel for each in packed for kernel in each.kernels),
+        gpu_sources=tuple(each.described for each in packed if each.described is not None),
+        binaries=tuple(image.described for each in packed for image in each.binaries),
+        files={name: digest(content) for name, content in sorted(files.items())},
+    )
+    return {**files, FILE_NAME: manifest.to_json().encode()}
+
+
+def _portable(spec: AttentionSpec) -> AttentionSpec:
+    """The spec with its sources under their own names alone: where they lay is no matter of the package."""
+    names = {source.name: PurePath(source.name).name for source in spec.sources}
+    return replace(
+        spec,
+        sources=tuple(replace(source, name=names[source.name]) for source in spec.sources),
+        statements=tuple(
+            replace(each, span=replace(each.span, file=names.get(each.span.file, each.span.file)))
+            for each in spec.statements
+        ),
+    )
+
+
+def _spec_file(spec: AttentionSpec) -> str:
+    return f"{spec.name}.attn"
+
+
+def _module(spec: AttentionSpec) -> str:
+    names = [*(tensor.name for tensor in spec.tensors), *(param.name for param in spec.params)]
+    dtypes = spec.dtypes or (ElementType.F32, ElementType.BF16, ElementType.F16)
+    return (
+        environment()
+        .get_template("op/module.py.jinja")
+        .render(
+            name=spec.name,
+            class_name=pascal_case(spec.name),
+            version=__version__,
+            digest=spec_digest(spec)[:16],
+            spec_file=_spec_file(spec),
+            spec_lines=spec_lines(spec),
+            arguments=[*map(_tensor, spec.tensors), *map(_param, spec.params)],
+            private=any(name.startswith("__") and not name.endswith("__") for name in names),
+            found=next(name for name in ("found", *(f"found_{n}" for n in range(len(names)))) if name not in names),
+            dropout=spec.dropout is not None,
+            exponential=spec.weights.form.exponential,
+            has_lse=spec.weights.form.normalised,
+            takes_f8=spec.takes_f8,
+            head_dims=" or ".join(str(each) for each in spec.head_dims),
+            dtypes=" or ".join(str(each) for each in dtypes),
+        )
+    )
+
+
+def _tensor(tensor: CapturedTensor) -> dict[str, object]:
+    """A captured tensor in the signature of the generated function."""
+    shape = f"{tensor.element}[{', '.join(text(each) for each in tensor.shape)}]{_receives(tensor.grad)}."
+    return {"name": tensor.name, "annotation": "Tensor", "optional": False, "description": shape}
+
+
+def _param(param: Param) -> dict[str, object]:
+    number = "float" if param.type is ScalarType.FLOAT else "int"
+    default = "" if param.default is None else f"; by default {text(param.default)}"
+    return {
+        "name": param.name,
+        "annotation": f"{number} | Tensor{'' if param.default is None else ' | None'}",
+        "optional": param.default is not None,
+        "description": f"a number or a 0-dim tensor{_receives(param.grad)}{default}.",
+    }
+
+
+def _receives(grad: bool) -> str:
+    return ", receives a gradient" if grad else ""

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.nn.parallel import DistributedDataParallel
 
 from flashgen.distributed.blocks import Held, joined
-from flashgen.op.values import type_of_sums
+from flashgen.op.tensor_kinds import type_of_sums
 
 Group = dist.ProcessGroup | None
 Wait = Callable[[], None]

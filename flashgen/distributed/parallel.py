@@ -34,7 +34,7 @@ from flashgen.op.captured import check_defaults
 from flashgen.op.checks import check_captured
 from flashgen.op.lengths import check_starts
 from flashgen.op.op import AttentionOp, is_repeatable
-from flashgen.op.values import type_of_sums
+from flashgen.op.tensor_kinds import type_of_sums
 
 __all__ = ["METHODS", "Choice", "ContextParallel", "context_parallel"]
 

@@ -32,8 +32,7 @@ from flashgen.op.engine import Engine
 from flashgen.op.loading import load_spec
 from flashgen.op.op import AttentionOp
 from flashgen.op.signature import Signature
-from flashgen.op.tensor_kinds import with_memory
-from flashgen.op.values import address, copied_to, layout_like, type_of_sums
+from flashgen.op.tensor_kinds import address, copied_to, layout_like, type_of_sums, with_memory
 from flashgen.reference.dense import evaluator
 from flashgen.reference.shard import Shard
 

@@ -32,8 +32,7 @@ from flashgen.op.checks import check_captured
 from flashgen.op.conversion import check_device
 from flashgen.op.op import AttentionOp
 from flashgen.op.registration import rows_of_region
-from flashgen.op.tensor_kinds import check_tensors, has_distributed
-from flashgen.op.values import UnchangedTensor
+from flashgen.op.tensor_kinds import UnchangedTensor, check_tensors, has_distributed
 
 
 def autocast(op: AttentionOp, *tensors: Tensor) -> tuple[Tensor, ...]:

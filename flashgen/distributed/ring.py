@@ -23,8 +23,7 @@ from flashgen.distributed.key_rows import Tensors as Parts
 from flashgen.distributed.partial import Offsets, Partial, Seen, as_declared
 from flashgen.distributed.rounds import Round, Rounds, RowSelection, Unit
 from flashgen.op.call import Attended, Tensors
-from flashgen.op.tensor_kinds import with_memory
-from flashgen.op.values import copied_to, layout_like, type_of_sums
+from flashgen.op.tensor_kinds import copied_to, layout_like, type_of_sums, with_memory
 
 _rows = functools.partial(rows_at, dim=2)  # rows of [B, heads, n, …]
 

@@ -7,7 +7,7 @@ import jinja2
 from jinja2.bccache import Bucket
 
 from flashgen.store.cache import Cache, key_of
-from flashgen.store.shipped import shipped
+from flashgen.store.gallery import shipped
 
 _EXTENSIONS = ("jinja2.ext.do",)
 _FILE = "template.bin"

@@ -19,8 +19,8 @@ from flashgen.emit.kernel_source import KernelSource
 from flashgen.ir.serialize import spec_from_data, spec_to_data
 from flashgen.ir.spec import AttentionSpec
 from flashgen.store.cache import Cache, key_of
+from flashgen.store.gallery import shipped
 from flashgen.store.headers import headers_of
-from flashgen.store.shipped import shipped
 
 # What a spec and its sources for CPUs come from, beside the templates of these.
 _CODE = ("version.py", "analysis", "diagnostics", "emit", "ir", "kinds", "language", "plan", "targets")

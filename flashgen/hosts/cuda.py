@@ -21,11 +21,10 @@ import torch
 
 from flashgen.compiler.compiled import CompiledKernel, assembled
 from flashgen.hosts.cpu_backend import Package
+from flashgen.hosts.gpu_calls import Find, GpuKernel, Machine, Made
 from flashgen.hosts.gpu_provider import GpuProvider
 from flashgen.hosts.kernel import ArgumentLayout, Native, Prepared, Step, Values
-from flashgen.hosts.lists import SharedLists
-from flashgen.hosts.machine import Find, GpuKernel, Machine, Made
-from flashgen.hosts.schedule import CallPart, DeviceSize
+from flashgen.hosts.schedule import CallPart, DeviceSize, SharedLists
 from flashgen.hosts.tensor_maps import LaunchMaps, TensorMap, encode, entry_points, map_field, tensor_map
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.kinds.dense import DENSE

@@ -22,12 +22,12 @@ from typing import Any
 from flashgen.analysis.variant import Variant
 from flashgen.compiler.compiled import CompiledKernel
 from flashgen.compiler.tile_choices import TileChoices
-from flashgen.hosts.emulator import DeviceMemory, EmulatorError, FaultKind, Program, Report, compile_program
+from flashgen.hosts.emulator.program import DeviceMemory, Program, compile_program
+from flashgen.hosts.emulator.report import EmulatorError, FaultKind, Report
+from flashgen.hosts.gpu_calls import Find, GpuKernel, Machine, Made
 from flashgen.hosts.gpu_provider import GpuProvider
 from flashgen.hosts.kernel import ArgumentLayout, Prepared, Step, Values
-from flashgen.hosts.lists import ListCache, SharedLists
-from flashgen.hosts.machine import Find, GpuKernel, Machine, Made
-from flashgen.hosts.schedule import CallPart, Compiled, DeviceSize
+from flashgen.hosts.schedule import CallPart, Compiled, DeviceSize, ListCache, SharedLists
 from flashgen.hosts.tensor_maps import PARAMETER_ALIGNMENT, emulated, map_bytes, map_field, tensor_map
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim

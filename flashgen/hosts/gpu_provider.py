@@ -14,14 +14,15 @@ from typing import Any, ClassVar
 
 from flashgen.analysis.variant import Variant
 from flashgen.compiler.compiled import compiled
-from flashgen.compiler.package.opened import Packaged, packaged
+from flashgen.compiler.package.manifest import Packaged, packaged
 from flashgen.compiler.tile_choices import TileChoices
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts.cpu_backend import Package
-from flashgen.hosts.explained_call import ExplainedCall
 from flashgen.hosts.gpu_calls import (
     GPU_TANGENTS,
     GpuPass,
+    Machine,
+    Made,
     explain_cache,
     explain_gpu,
     has_kernels,
@@ -32,8 +33,7 @@ from flashgen.hosts.gpu_calls import (
     pins_of_call,
     with_jvp,
 )
-from flashgen.hosts.kernel import ELEMENTS, ArgumentLayout, Kernel, call_of
-from flashgen.hosts.machine import Machine, Made
+from flashgen.hosts.kernel import ELEMENTS, ArgumentLayout, ExplainedCall, Kernel, call_of
 from flashgen.hosts.schedule import Compiled, schedule
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from flashgen.store.gallery import shipped
 from flashgen.store.headers import Text, headers_of
-from flashgen.store.shipped import shipped
 
 ROWS = 8  # of a block, a warp each
 

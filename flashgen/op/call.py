@@ -27,8 +27,7 @@ from flashgen.op.conversion import Offsets, check_scalar
 from flashgen.op.lengths import LengthChecks
 from flashgen.op.selected import read_by_kernels
 from flashgen.op.signature import ELEMENTS, F8, TORCH_DTYPES, dtype_of, kind
-from flashgen.op.tensor_kinds import NoMemoryError
-from flashgen.op.values import Layout, by_axis, layout_like, packed_layout, type_of_sums
+from flashgen.op.tensor_kinds import Layout, NoMemoryError, by_axis, layout_like, packed_layout, type_of_sums
 from flashgen.plan.arguments import dimension_field, stride_field
 from flashgen.reference import tiled
 from flashgen.reference.dense import drop_probability, param_values

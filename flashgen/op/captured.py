@@ -19,8 +19,7 @@ from flashgen.op.call import Call, CallChecker, KindCall, probability_in_force
 from flashgen.op.conversion import check_scalar
 from flashgen.op.lengths import drops_by_length, params_by_length
 from flashgen.op.signature import Signature
-from flashgen.op.tensor_kinds import NoMemoryError
-from flashgen.op.values import address
+from flashgen.op.tensor_kinds import NoMemoryError, address
 from flashgen.plan.arguments import stored_tensors, summed_tensors
 from flashgen.reference.dense import Dropout, param_values
 from flashgen.reference.philox import drop_threshold, survivor_scale

@@ -23,7 +23,7 @@ from flashgen.ir.types import ScalarType
 from flashgen.kinds.dense import DENSE
 from flashgen.op.checks import reads_key_heads
 from flashgen.op.registered import Registered
-from flashgen.op.values import layout_like
+from flashgen.op.tensor_kinds import layout_like
 
 STARTS: Mapping[str, str] = {"b": "b", "h": "h", "i": "q"}  # of the names of offsets
 _WORDS: Mapping[str, str] = {"b": "batch elements", "h": "heads", "i": "queries"}

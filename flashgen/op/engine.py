@@ -47,8 +47,8 @@ from flashgen.op.call import (
 from flashgen.op.captured import Captured, CapturedValues, PerSequence
 from flashgen.op.formula import Formula
 from flashgen.op.signature import Signature
-from flashgen.op.tensor_kinds import NoMemoryError
-from flashgen.op.values import (
+from flashgen.op.tensor_kinds import (
+    NoMemoryError,
     address,
     by_axis,
     copied_to,

@@ -27,7 +27,7 @@ from flashgen.op.captured import Captured, PerSequence
 from flashgen.op.forward_mode import ForwardMode, KernelsOfTangents, Tangents, as_kernels_read
 from flashgen.op.selected import check_selection
 from flashgen.op.signature import ELEMENTS, Signature
-from flashgen.op.values import laid, type_of_sums
+from flashgen.op.tensor_kinds import laid, type_of_sums
 from flashgen.reference import tiled
 from flashgen.reference.programs import Place, Program
 

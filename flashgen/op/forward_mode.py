@@ -23,8 +23,7 @@ from flashgen.ir.types import ScalarType
 from flashgen.kinds.kind import PassName
 from flashgen.op.call import fixed_values, readable, row_strides, strides_of
 from flashgen.op.selected import lowered_tensors
-from flashgen.op.tensor_kinds import lies_in_memory, with_memory
-from flashgen.op.values import layout_like
+from flashgen.op.tensor_kinds import layout_like, lies_in_memory, with_memory
 from flashgen.plan.arguments import gradient_field, param_field, param_place_field, tensor_field
 from flashgen.reference.philox import drop_threshold, survivor_scale
 from flashgen.reference.programs import Of, Program, TangentGradient

@@ -23,7 +23,7 @@ from flashgen.analysis.captured import Scale, Use, scales
 from flashgen.ir.spec import AttentionSpec
 from flashgen.op.conversion import converted, is_integral, require, unwrapped
 from flashgen.op.signature import TORCH_DTYPES
-from flashgen.op.values import UnchangedTensor
+from flashgen.op.tensor_kinds import UnchangedTensor
 
 _WIDE_INTS = frozenset((torch.int64, torch.uint64, torch.uint32))
 _WIDE = _WIDE_INTS | {torch.float64}

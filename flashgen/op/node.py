@@ -20,7 +20,6 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,8 @@ from torch import Tensor
 from flashgen.hosts.kernel import POINTERS, Native, Node, Prepared
 from flashgen.op.call import FORKS, Call, backward_key, is_readable
 from flashgen.store.cache import Cache, key_of
+from flashgen.store.gallery import shipped
 from flashgen.store.headers import Text
-from flashgen.store.shipped import shipped
 from flashgen.toolchains.cpp import CompileFailed, CompilerMissing, compile_with, find_compiler
 
 ENVIRONMENT_VARIABLE = "FLASHGEN_NODE"
@@ -50,45 +49,34 @@ _PARAM_TYPES = {"i32": 3, "f32": 6}
 Gradients = Callable[[Tensor, tuple[Any, ...], tuple[Any, ...], tuple[bool, ...]], Sequence[Tensor | None]]
 
 
-@dataclass(frozen=True)
-class Source(Text):
-    """The text that is compiled."""
-
-    @property
-    def key(self) -> str:
-        """Of its library in the cache: it fits one version of Python and of torch, on any CPU of the kind."""
-        abi = sysconfig.get_config_var("SOABI")
-        parts = (torch.__version__, torch.version.git_version, abi, platform.machine())
-        return key_of("node", self.text, *map(str, parts))
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """What headers and libraries ask for."""
-        from torch.utils.cpp_extension import include_paths, library_paths  # noqa: PLC0415 - takes long to import
-
-        headers = (*include_paths(), sysconfig.get_paths()["include"])
-        libraries = library_paths()
-        abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
-        return (
-            "-std=c++20", "-O1", "-fPIC", "-shared", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
-            *(f"-I{each}" for each in headers),
-            *(f"-L{each}" for each in libraries), *(f"-Wl,-rpath,{each}" for each in libraries),
-            "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python",
-        )  # fmt: skip
-
-
 @functools.cache
-def source() -> Source:
-    """The text as it comes with the package."""
-    return Source(_NAME, (shipped("templates") / "host" / "node.cpp").read_text(encoding="utf-8"))
+def source() -> Text:
+    """The text that is compiled, as it comes with the package."""
+    return Text(_NAME, (shipped("templates") / "host" / "node.cpp").read_text(encoding="utf-8"))
+
+
+def key() -> str:
+    """Of the library in the cache: it fits one version of Python and of torch, on any CPU of the kind."""
+    abi = sysconfig.get_config_var("SOABI")
+    parts = (torch.__version__, torch.version.git_version, abi, platform.machine())
+    return key_of("node", source().text, *map(str, parts))
 
 
 def build() -> Path:
     """Compile the library, or find it in the cache. Raises ``CompilerMissing`` and ``CompileFailed``."""
-    own = source()
-    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file():
+    from torch.utils.cpp_extension import include_paths, library_paths  # noqa: PLC0415 - takes long to import
+
+    own = sysconfig.get_paths()["include"]
+    if not (Path(own) / "Python.h").is_file():
         raise CompilerMissing("Python's headers are not there (Debian: apt install python3-dev)")
-    return compile_with(own, own.flags, find_compiler(), own.key)
+    libraries, abi = library_paths(), int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    flags = (
+        "-std=c++20", "-O1", "-fPIC", "-shared", "-w", f"-D_GLIBCXX_USE_CXX11_ABI={abi}",
+        *(f"-I{each}" for each in (*include_paths(), own)),
+        *(f"-L{each}" for each in libraries), *(f"-Wl,-rpath,{each}" for each in libraries),
+        "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python",
+    )  # fmt: skip
+    return compile_with(source(), flags, find_compiler(), key())
 
 
 class Extension:
@@ -130,7 +118,7 @@ class Extension:
             return
         if self.module is not None or self._started:
             return
-        path = Cache.default().usable().find(source().key, _FILE)
+        path = Cache.default().usable().find(key(), _FILE)
         if path is not None:
             self._load(path)
         elif choice in ("1", "on", "true", "yes"):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from flashgen.hosts.explained_call import ExplainedCall
+from flashgen.hosts.kernel import ExplainedCall
 from flashgen.ir.fingerprint import KernelText
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.text import declared

@@ -28,7 +28,7 @@ from flashgen.op.call import Attended, Rest, Tensors
 from flashgen.op.conversion import check_device
 from flashgen.op.engine import Engine
 from flashgen.op.signature import Signature
-from flashgen.op.values import layout_like
+from flashgen.op.tensor_kinds import layout_like
 
 # The axis of the batch; None: there is none.
 Axes = Sequence[int | None]

@@ -16,8 +16,7 @@ from torch.compiler import is_compiling
 from flashgen.analysis.selection import TILE, WORD, Selection, selection_of
 from flashgen.ir.expr import Load, walk
 from flashgen.ir.spec import AttentionSpec, Select
-from flashgen.op.tensor_kinds import lies_in_memory
-from flashgen.op.values import Layout, packed_layout
+from flashgen.op.tensor_kinds import Layout, lies_in_memory, packed_layout
 from flashgen.reference.evaluate import Evaluator, Guard
 
 # Has the host look at the numbers of a selection, and name one that no block has.

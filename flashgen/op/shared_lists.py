@@ -31,7 +31,7 @@ from flashgen.kinds.slices import BY_BLOCKS, PARTS
 from flashgen.op.call import Attended, Call, Rest, Saved, Tensors
 from flashgen.op.engine import Engine
 from flashgen.op.selected import check_listed_blocks
-from flashgen.op.values import laid, layout_like
+from flashgen.op.tensor_kinds import laid, layout_like
 from flashgen.plan.by_blocks import KEPT, block_order
 
 LEAST_GROUP = 8  # heads that share a list: a tile has 16 rows, and queries that are in one read each other's keys

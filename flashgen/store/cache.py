@@ -35,8 +35,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashgen.store.build_lock import exclusive
-from flashgen.store.ownership import doubt_about, doubt_about_folder
+from flashgen.store.build_lock import doubt_about, doubt_about_folder, exclusive
 
 ENVIRONMENT_VARIABLE = "FLASHGEN_CACHE_DIR"
 

@@ -1,4 +1,4 @@
-"""The specs that come with flashgen, by their names.
+"""The folders that come with flashgen, and its specs by their names.
 
 In: a path, or the name of a spec. Out: a file. A file that is there is always meant before a spec of the gallery.
 """
@@ -9,7 +9,13 @@ import os
 from pathlib import Path
 
 from flashgen.diagnostics import nearest, quoted_list
-from flashgen.store.shipped import shipped
+
+
+def shipped(name: str) -> Path:
+    """The folder of this name: inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / name
+    return installed if installed.is_dir() else package.parent / name
 
 
 def folder() -> Path:

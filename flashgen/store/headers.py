@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from flashgen.store.shipped import shipped
+from flashgen.store.gallery import shipped
 
 Headers = tuple[tuple[str, str], ...]  # texts by name, in the order in which a compiler opens them
 

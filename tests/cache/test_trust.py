@@ -14,8 +14,8 @@ import pytest
 
 from flashgen.compiler.tile_choices import TunedStore
 from flashgen.store import cache as cache_module
+from flashgen.store.build_lock import doubt_about_folder
 from flashgen.store.cache import Cache
-from flashgen.store.ownership import doubt_about_folder
 
 KEY = "ab" * 32
 FILES = {"library.so": b"ours", "compile.log": b""}
@@ -219,12 +219,12 @@ def test_a_planted_library_does_not_run(tmp_path: Path) -> None:
 
 def test_a_group_of_ones_own_may_write_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where each user has a group, a umask of 002 is usual; the cache itself is closed all the same."""
-    import flashgen.store.ownership
+    import flashgen.store.build_lock
 
     (tmp_path / "cache").mkdir()
     tmp_path.chmod(0o775)
     for own in (True, False):
-        monkeypatch.setattr(flashgen.store.ownership, "_has_group_to_itself", lambda _, own=own: own)
+        monkeypatch.setattr(flashgen.store.build_lock, "_has_group_to_itself", lambda _, own=own: own)
         assert (doubt_about_folder(tmp_path / "cache") is None) is own
 
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from flashgen.hosts.cpu_backend import Find
 from flashgen.hosts.emulated import extents
 from flashgen.hosts.kernel import ArgumentLayout
-from flashgen.hosts.library import Find
 from flashgen.ir.spec import HeadDim
 from flashgen.kinds.operand import Field
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts.emulated import EmulatedKernel
-from flashgen.hosts.emulator import Program
+from flashgen.hosts.emulator.program import Program
 from flashgen.hosts.gpu_calls import launches_of
 from flashgen.hosts.kernel import ArgumentLayout
 from flashgen.hosts.schedule import Compiled

@@ -13,7 +13,8 @@ import flashgen
 from flashgen.analysis.variant import analyse
 from flashgen.compiler.compiled import CompiledKernel, compiled
 from flashgen.hosts.emulated import emulator_provider
-from flashgen.hosts.emulator import FaultKind, Program, compile_program
+from flashgen.hosts.emulator.program import Program, compile_program
+from flashgen.hosts.emulator.report import FaultKind
 from flashgen.kinds.kind import PassName
 from flashgen.op.op import AttentionOp, OpParts
 from flashgen.targets.gpu.compile import GpuBinary

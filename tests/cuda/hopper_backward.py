@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import flashgen
-from flashgen.hosts.emulator import EmulatorError, FaultKind
+from flashgen.hosts.emulator.report import EmulatorError, FaultKind
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.op.loading import load_spec

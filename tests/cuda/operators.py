@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from flashgen.hosts.emulator import DeviceMemory, Program, compile_program
+from flashgen.hosts.emulator.program import DeviceMemory, Program, compile_program
 from flashgen.targets.gpu.primitives import primitives
 from tests.ir.cases import CASES, Case
 

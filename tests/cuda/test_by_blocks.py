@@ -14,7 +14,8 @@ import flashgen
 from flashgen.analysis.by_blocks import objection_to_blocks
 from flashgen.compiler.compiled import compiled
 from flashgen.hosts.emulated import emulator_provider, recording
-from flashgen.hosts.emulator import EmulatorError, FaultKind, compile_program
+from flashgen.hosts.emulator.program import compile_program
+from flashgen.hosts.emulator.report import EmulatorError, FaultKind
 from flashgen.hosts.gpu_calls import kernel_variant
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import HeadDim

@@ -14,7 +14,8 @@ from torch import Tensor
 import flashgen
 from flashgen.compiler.compiled import CompiledKernel, compiled
 from flashgen.hosts.emulated import recording
-from flashgen.hosts.emulator import EmulatorError, Program, compile_program
+from flashgen.hosts.emulator.program import Program, compile_program
+from flashgen.hosts.emulator.report import EmulatorError
 from flashgen.hosts.gpu_calls import kernel_variant
 from flashgen.ir.spec import AttentionSpec
 from flashgen.ir.types import ElementType

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 import flashgen
-from flashgen.hosts.emulator import EmulatorError, FaultKind
+from flashgen.hosts.emulator.report import EmulatorError, FaultKind
 from flashgen.ir.types import ElementType
 from flashgen.kinds.ragged import RAGGED
 from flashgen.targets.gpu.tiles import HARMLESS_SPILL

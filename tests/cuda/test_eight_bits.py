@@ -11,7 +11,8 @@ import torch
 
 import flashgen
 from flashgen.compiler.compiled import CompiledKernel, assembled, compiled
-from flashgen.hosts.emulator import EmulatorError, FaultKind, compile_program
+from flashgen.hosts.emulator.program import compile_program
+from flashgen.hosts.emulator.report import EmulatorError, FaultKind
 from flashgen.hosts.gpu_calls import kernel_variant
 from flashgen.ir.types import ElementType
 from flashgen.kinds.dense import DENSE

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashgen.hosts.emulator import EmulatorError, FaultKind
-from flashgen.hosts.lists import ListCache
+from flashgen.hosts.emulator.report import EmulatorError, FaultKind
+from flashgen.hosts.schedule import ListCache
 from tests.cuda.hopper import changed, hopper, random
 
 BLOCKS = "layout block 64: I == J or hash(I, J, 3) % 4 == 0"

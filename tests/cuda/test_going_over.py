@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashgen.hosts.emulator import EmulatorError, FaultKind
+from flashgen.hosts.emulator.report import EmulatorError, FaultKind
 from flashgen.ir.types import ElementType
 from tests.cuda.helpers import planned
 from tests.cuda.hopper import changed, emitted_for, hopper, random

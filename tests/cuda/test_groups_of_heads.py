@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from flashgen.analysis.variant import Variant, analyse
-from flashgen.hosts.emulator import EmulatorError, FaultKind
+from flashgen.hosts.emulator.report import EmulatorError, FaultKind
 from flashgen.kinds.cached import CACHED
 from flashgen.kinds.ragged import RAGGED
 from flashgen.language import parse_text

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from flashgen.hosts.emulator import FaultKind
+from flashgen.hosts.emulator.report import FaultKind
 from flashgen.ir.types import ElementType
 from flashgen.kinds.ragged import RAGGED
 from flashgen.targets.gpu.emit import emit_cuda

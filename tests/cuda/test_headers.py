@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flashgen.hosts.emulator import EmulatorError, FaultKind, compile_program
+from flashgen.hosts.emulator.program import compile_program
+from flashgen.hosts.emulator.report import EmulatorError, FaultKind
+from flashgen.store.gallery import shipped
 from flashgen.store.headers import Text, headers_of, in_one, shipped_header
-from flashgen.store.shipped import shipped
 from flashgen.toolchains.cpp import CompileFailed
 from flashgen.toolchains.nvrtc import compile_cuda, created, find_nvrtc, is_compiled
 from tests.cuda.helpers import emitted

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import flashgen
-from flashgen.hosts.emulator import EmulatorError, FaultKind
-from flashgen.hosts.lists import ListCache
+from flashgen.hosts.emulator.report import EmulatorError, FaultKind
+from flashgen.hosts.schedule import ListCache
 from flashgen.op.op import AttentionOp
 from tests.cuda.hopper import changed, hopper, random
 

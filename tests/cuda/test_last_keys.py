@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashgen.hosts.emulated import SIZE
-from flashgen.hosts.emulator import EmulatorError
+from flashgen.hosts.emulator.report import EmulatorError
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.op.op import AttentionOp

@@ -8,7 +8,7 @@ from operator import attrgetter
 import pytest
 import torch
 
-from flashgen.hosts.emulator import EmulatorError, FaultKind
+from flashgen.hosts.emulator.report import EmulatorError, FaultKind
 from flashgen.ir.types import ElementType
 from tests.cuda.helpers import planned
 from tests.cuda.hopper import changed, hopper, random

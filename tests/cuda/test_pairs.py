@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flashgen.analysis.variant import DOT
 from flashgen.hosts.emulated import EmulatedKernel, emulator_provider, recording
-from flashgen.hosts.emulator import EmulatorError
+from flashgen.hosts.emulator.report import EmulatorError
 from flashgen.ir.expr import Apply, Expr, Literal
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec

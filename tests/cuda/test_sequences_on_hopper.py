@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashgen.hosts.emulator import EmulatorError
+from flashgen.hosts.emulator.report import EmulatorError
 from flashgen.op.op import AttentionOp
 
 from .test_sequences import changed, emitted

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from flashgen.hosts.emulator import FaultKind
+from flashgen.hosts.emulator.report import FaultKind
 from flashgen.ir.types import ElementType
 from flashgen.targets.registry import GPUS
 from tests.cuda.helpers import planned

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashgen.hosts.emulator import EmulatorError, FaultKind
+from flashgen.hosts.emulator.report import EmulatorError, FaultKind
 from flashgen.op.op import AttentionOp
 from tests.cuda.hopper import changed, hopper, random
 

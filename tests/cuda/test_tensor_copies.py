@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashgen.hosts.emulator import EmulatorError, FaultKind
+from flashgen.hosts.emulator.report import EmulatorError, FaultKind
 from flashgen.ir.types import ElementType
 from flashgen.op.op import AttentionOp
 from flashgen.targets.gpu.launches import forward_launches

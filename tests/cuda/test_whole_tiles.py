@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from flashgen.hosts.emulator import EmulatorError
+from flashgen.hosts.emulator.report import EmulatorError
 from tests.cuda.helpers import planned
 from tests.cuda.hopper import changed
 from tests.cuda.hopper_backward import check_gradients_repeat, check_results_and_bytes, gradients

@@ -10,9 +10,8 @@ import pytest
 
 import flashgen
 from flashgen.analysis.variant import analyse
-from flashgen.compiler.building import build_file
+from flashgen.compiler.building import build_file, package_files
 from flashgen.compiler.compiled import compiled
-from flashgen.compiler.package.files import package_files
 from flashgen.emit.text import pascal_case
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.hosts.emulator import DeviceMemory, Report, compile_program
+from flashgen.hosts.emulator.program import DeviceMemory, compile_program
+from flashgen.hosts.emulator.report import Report
 from flashgen.hosts.tensor_maps import PARAMETER_ALIGNMENT, TensorMap, emulated, map_bytes
 
 KERNELS = Path(__file__).parent / "kernels"

@@ -8,8 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from flashgen.hosts.emulator import DeviceMemory, EmulatorError, FaultKind, compile_program
-from flashgen.hosts.emulator.program import kernel_names, kernel_source
+from flashgen.hosts.emulator.program import DeviceMemory, compile_program, kernel_names, kernel_source
+from flashgen.hosts.emulator.report import EmulatorError, FaultKind
 from flashgen.toolchains.cpp import CompileFailed
 from tests.emulator.helpers import kernel, launch
 from tests.emulator.test_counts import product

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from flashgen.hosts.emulator import EmulatorError, FaultKind
+from flashgen.hosts.emulator.report import EmulatorError, FaultKind
 from flashgen.hosts.tensor_maps import TensorMap, tensor_map
 from flashgen.ir.spec import HeadDim
 from flashgen.ir.types import ElementType

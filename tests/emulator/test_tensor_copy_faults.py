@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flashgen.hosts.emulator import EmulatorError, FaultKind
 from flashgen.hosts.emulator.program import kernel_names
+from flashgen.hosts.emulator.report import EmulatorError, FaultKind
 from flashgen.hosts.tensor_maps import TensorMap
 from tests.emulator.helpers import kernel, launch
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import flashgen
-from flashgen.hosts import lists
+from flashgen.hosts import schedule
 from flashgen.hosts.cuda import CupyDriver
-from flashgen.hosts.lists import LIST_BYTES, MOST_LISTS, ListCache, SharedLists
+from flashgen.hosts.schedule import LIST_BYTES, MOST_LISTS, ListCache, SharedLists
 from flashgen.ir.shape import Shape
 from flashgen.op.op import AttentionOp
 from tests.gpu.helpers import arguments, operator, results
@@ -244,10 +244,10 @@ def test_documents_with_lists_and_without(monkeypatch: pytest.MonkeyPatch) -> No
     listed, bare = (flashgen.loads(DOCUMENTS % name, backend="cuda") for name in ("with_lists", "without_lists"))
     shape = Shape(2, 4, 2, 1500, 1500)
     first, second = (arguments(listed, shape, seed=seed) for seed in (0, 1))
-    monkeypatch.setattr(lists, "LEAST_BLOCKS", 1 << 30)
+    monkeypatch.setattr(schedule, "LEAST_BLOCKS", 1 << 30)
     expected = [results(bare, each, deterministic=True) for each in (first, second)]
     assert not any("order_of" in name for name in found)
-    monkeypatch.setattr(lists, "LEAST_BLOCKS", 1)
+    monkeypatch.setattr(schedule, "LEAST_BLOCKS", 1)
     assert same(results(listed, first, deterministic=True), expected[0])
     for which in ("forward", "keys", "queries"):
         assert any(f"order_of_{which}" in name for name in found)

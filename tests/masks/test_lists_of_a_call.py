@@ -17,8 +17,7 @@ from flashgen.analysis.variant import analyse
 from flashgen.hosts.backends import EMULATED
 from flashgen.hosts.emulated import Counted, EmulatedKernel, emulator_provider, recording
 from flashgen.hosts.gpu_provider import GpuProvider
-from flashgen.hosts.lists import ListCache
-from flashgen.hosts.schedule import Compiled
+from flashgen.hosts.schedule import Compiled, ListCache
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec, HeadDim
 from flashgen.ir.types import ElementType

@@ -23,10 +23,10 @@ from flashgen.analysis.tiles import Tile, TileClass, classify
 from flashgen.analysis.variant import Variant, analyse
 from flashgen.hosts.backends import EMULATED
 from flashgen.hosts.emulated import Counted, EmulatedKernel, emulator_provider, recording
-from flashgen.hosts.emulator import DeviceMemory, compile_program
+from flashgen.hosts.emulator.program import DeviceMemory, compile_program
 from flashgen.hosts.gpu_calls import launches_of
 from flashgen.hosts.kernel import ArgumentLayout, Step
-from flashgen.hosts.lists import LEAST_TILES, MOST_LISTS, ListCache, SharedLists
+from flashgen.hosts.schedule import LEAST_TILES, MOST_LISTS, ListCache, SharedLists
 from flashgen.ir.expr import Expr, Symbol, index, size, walk
 from flashgen.ir.interval import IntRange
 from flashgen.ir.shape import Shape

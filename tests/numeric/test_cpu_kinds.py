@@ -10,7 +10,7 @@ import pytest
 import flashgen
 from flashgen.analysis.variant import analyse
 from flashgen.hosts import cpu_backend
-from flashgen.hosts.library import Find
+from flashgen.hosts.cpu_backend import Find
 from flashgen.ir.shape import Shape
 from flashgen.ir.types import ElementType
 from flashgen.language import parse_text

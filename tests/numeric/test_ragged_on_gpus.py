@@ -11,7 +11,8 @@ import torch
 
 import flashgen
 from flashgen.hosts.emulated import recording
-from flashgen.hosts.emulator import DeviceMemory, EmulatorError, compile_program
+from flashgen.hosts.emulator.program import DeviceMemory, compile_program
+from flashgen.hosts.emulator.report import EmulatorError
 from flashgen.hosts.standalone import grid
 from flashgen.op import lengths, ragged
 from flashgen.op.op import AttentionOp

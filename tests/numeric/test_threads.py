@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashgen.hosts.library import LibraryKernel
+from flashgen.hosts.cpu_backend import LibraryKernel
 from flashgen.kinds.kind import PassName
 from flashgen.op.call import Rest
 from flashgen.store.cache import Cache

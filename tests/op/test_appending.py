@@ -11,7 +11,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashgen.hosts.emulator import DeviceMemory, EmulatorError, FaultKind, Program, compile_program
+from flashgen.hosts.emulator.program import DeviceMemory, Program, compile_program
+from flashgen.hosts.emulator.report import EmulatorError, FaultKind
 from flashgen.hosts.standalone import grid
 from flashgen.op.appending import KERNEL, AppendedRows, Arguments, append, arguments
 from flashgen.op.cached import Cache, cache_of

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from flashgen.hosts.cpu_backend import LibraryKernel
 from flashgen.hosts.kernel import ArgumentLayout
-from flashgen.hosts.library import LibraryKernel
 from flashgen.kinds.operand import Field
 from flashgen.store.cache import ENVIRONMENT_VARIABLE, Cache
 from flashgen.store.headers import Text

@@ -19,7 +19,7 @@ import flashgen
 import flashgen.nn
 from flashgen.compiler.package.manifest import Manifest, digest
 from flashgen.flex import from_mods, to_spec
-from flashgen.op import operators
+from flashgen.op import loading
 from flashgen.op.op import BaseOp
 from flashgen.store.cache import Cache
 from tests.op.helpers import random
@@ -64,7 +64,7 @@ def imported(name: str, folder: Path) -> Any:
 
 def forgotten(op: BaseOp) -> None:
     """As on another machine: nothing is known of the op's programs."""
-    folder = Cache.of_operators().root / operators._key(op.name.partition("::")[2])
+    folder = Cache.of_operators().root / loading._key(op.name.partition("::")[2])
     shutil.rmtree(folder)
 
 
@@ -302,16 +302,16 @@ def test_damaged_records_are_passed_over(tmp_path: Path, monkeypatch: pytest.Mon
     op = flashgen.loads(text_of("damaged"), backend="reference")
     name = op.name.partition("::")[2]
     monkeypatch.setenv("FLASHGEN_CACHE_DIR", str(tmp_path / "cache"))
-    assert operators.recalled(name) is None
-    record = operators.Exported(op.spec, "reference", "")
+    assert loading.recalled(name) is None
+    record = loading.Exported(op.spec, "reference", "")
     assert record.name == name
     record.remember()
-    found = operators.recalled(name)
+    found = loading.recalled(name)
     assert found == record
-    assert [each.name for each in operators.all_recalled()] == [name]
-    Cache.of_operators().write(operators._key(name), "operator.json", b'{"name": "damaged", "spec": {}}')
-    assert operators.recalled(name) is None
-    assert not list(operators.all_recalled())
+    assert [each.name for each in loading.all_recalled()] == [name]
+    Cache.of_operators().write(loading._key(name), "operator.json", b'{"name": "damaged", "spec": {}}')
+    assert loading.recalled(name) is None
+    assert not list(loading.all_recalled())
     Cache.default().clear()
     assert not Cache.of_operators().root.exists()
 

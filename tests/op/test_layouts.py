@@ -13,7 +13,7 @@ from torch.library import opcheck
 
 import flashgen
 from flashgen.op.op import AttentionOp
-from flashgen.op.values import laid, layout_like
+from flashgen.op.tensor_kinds import laid, layout_like
 from tests.op.helpers import CAUSAL, RICH, SIGMOID, captured, error, op, qkv, random
 
 # PyTorch warns of its own affairs while it traces.

@@ -16,8 +16,16 @@ from flashgen.analysis.variant import analyse
 from flashgen.hosts import cuda
 from flashgen.hosts.cuda import Counters, CudaKernel, CupyDriver
 from flashgen.hosts.kernel import ArgumentLayout
-from flashgen.hosts.lists import LIST_BYTES, ListCache
-from flashgen.hosts.schedule import MOST_ELEMENTS, CallPart, Compiled, DeviceSize, is_readable, schedule
+from flashgen.hosts.schedule import (
+    LIST_BYTES,
+    MOST_ELEMENTS,
+    CallPart,
+    Compiled,
+    DeviceSize,
+    ListCache,
+    is_readable,
+    schedule,
+)
 from flashgen.hosts.tensor_maps import TensorMap, emulated
 from flashgen.ir.spec import HeadDim
 from flashgen.language import parse_text

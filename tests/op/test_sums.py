@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashgen.distributed.partial import KERNEL, Arguments, Exponents, Seen, add_part, arguments, first_part
-from flashgen.hosts.emulator import DeviceMemory, compile_program
+from flashgen.hosts.emulator.program import DeviceMemory, compile_program
 from flashgen.hosts.standalone import grid
 
 B, H, ROWS = 2, 3, 5

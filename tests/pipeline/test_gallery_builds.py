@@ -10,8 +10,7 @@ import pytest
 from flashgen.analysis.variant import analyse
 from flashgen.compiler.building import build_file
 from flashgen.compiler.compiled import compiled
-from flashgen.compiler.package.manifest import Manifest
-from flashgen.compiler.package.opened import packaged
+from flashgen.compiler.package.manifest import Manifest, packaged
 from flashgen.compiler.reading import read_file, verdicts_of
 from flashgen.diagnostics import SpecError
 from flashgen.kinds.kind import BOTH

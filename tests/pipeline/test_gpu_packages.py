@@ -11,10 +11,9 @@ import pytest
 from flashgen.analysis.variant import analyse
 from flashgen.compiler.building import build_file
 from flashgen.compiler.compiled import assembled, compiled
-from flashgen.compiler.package import opened as packages
+from flashgen.compiler.package import manifest as packages
 from flashgen.compiler.package.folder import FolderRefused
-from flashgen.compiler.package.manifest import Manifest
-from flashgen.compiler.package.opened import Packaged, edited_sources, packaged
+from flashgen.compiler.package.manifest import Manifest, Packaged, edited_sources, packaged
 from flashgen.compiler.pipeline import target_names
 from flashgen.diagnostics import SpecError
 from flashgen.emit.kernel_source import KernelSource

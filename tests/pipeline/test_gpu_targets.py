@@ -23,10 +23,9 @@ from flashgen.diagnostics import SpecError
 from flashgen.emit.kernel_source import KernelSource
 from flashgen.hosts import cuda, gpu_calls
 from flashgen.hosts.cuda import CudaMissing, cuda_provider
-from flashgen.hosts.gpu_calls import launches_of
+from flashgen.hosts.gpu_calls import Made, launches_of
 from flashgen.hosts.gpu_provider import GpuProvider
 from flashgen.hosts.kernel import ELEMENTS
-from flashgen.hosts.machine import Made
 from flashgen.hosts.schedule import DeviceSize
 from flashgen.ir.shape import Shape
 from flashgen.ir.spec import AttentionSpec

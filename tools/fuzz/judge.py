@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashgen.diagnostics import SpecError
 from flashgen.hosts.emulated import Counted, recording
-from flashgen.hosts.emulator import EmulatorError
+from flashgen.hosts.emulator.report import EmulatorError
 from flashgen.hosts.gpu_calls import has_kernels
 from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.eight_bits import EIGHT_BITS

@@ -19,10 +19,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flashgen.hosts.emulator.report import Conflict, EmulatorError, FaultKind, Report, SharedRequests, Traffic, placed
+from flashgen.hosts.emulator.report import EmulatorError, FaultKind, Report, SharedRequests, Traffic, by_line, placed
 from flashgen.store.cache import Cache
+from flashgen.store.gallery import shipped
 from flashgen.store.headers import Text, headers_of, in_one
-from flashgen.store.shipped import shipped
 from flashgen.toolchains.cpp import CompileFailed, Compiler, compile_sources, find_compiler, load_library
 
 HEADER = "flashgen_emulator.h"
@@ -226,7 +226,7 @@ class Program:
                 message,
                 failure.line,
                 failure.other_line,
-                self._lines_of(frames),
+                lines_of(Path(self._library._name), frames, f"{self.name}.cu"),
                 self.source,
             )
         return Report(
@@ -234,23 +234,10 @@ class Program:
                 name: Traffic(moved.loaded, moved.stored, moved.added)
                 for name, moved in zip(allocations, traffic, strict=True)
             },
-            tuple(
-                SharedRequests(each.line, each.place, each.requests, each.wavefronts, each.least)
-                for each in shared[: used.value]
+            by_line(
+                SharedRequests(each.line, each.requests, each.wavefronts, each.least) for each in shared[: used.value]
             ),
         )
-
-    def conflicts(self, *reports: Report) -> tuple[Conflict, ...]:
-        """Bank conflicts with the calls that led to them, the most wavefronts lost first."""
-        found: dict[tuple[int, ...], int] = {}
-        for each in Report.total(reports).places:
-            if each.conflicts:
-                trace = self._lines_of([each.place]) or (each.line,)
-                found[trace] = found.get(trace, 0) + each.conflicts
-        return tuple(Conflict(trace, lost) for trace, lost in sorted(found.items(), key=lambda item: (-item[1], item)))
-
-    def _lines_of(self, addresses: Sequence[int]) -> tuple[int, ...]:
-        return lines_of(Path(self._library._name), addresses, f"{self.name}.cu")
 
 
 def compile_program(

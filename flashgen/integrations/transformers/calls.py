@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashgen.integrations.transformers.masks import ELSEWHERE, LayerMask
 from flashgen.op.layer import LOWER_RIGHT, Layer, broadcast, conjunction, element, scale_of
-from flashgen.op.values import UnchangedTensor
+from flashgen.op.tensor_kinds import UnchangedTensor
 
 # Keywords by which some attention function or layer of transformers computes something else, and that are not honoured
 # here. Models hand all others through to every layer, where eager attention does not look at them either.

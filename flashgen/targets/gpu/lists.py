@@ -1,7 +1,7 @@
 """Stage 3, plan for GPUs: lists of the tiles that each tile visits, made once for all heads that share a mask.
 
 In: a ``GpuPlan`` of one element type, the tiles of a pass. Out: ``VisitLists``: of masks over positions the host keeps
-them for later calls (``hosts/lists.py``), of masks over captured tensors each call makes its own
+them for later calls (``hosts/schedule.py``), of masks over captured tensors each call makes its own
 (``hosts/schedule.py``). The kernels that write them, and what lies where, are in ``templates/cuda/lists.cuh.jinja``.
 """
 

@@ -1,6 +1,6 @@
 // Lists of visits that heads share: what tiles visit is found once, for every batch entry and head that the mask does not tell apart,
 // by kernels of its own. A mask that depends on positions alone, and keeps many runs of keys of a row, has them once for a shape: the
-// host keeps them (flashgen/hosts/lists.py), for later calls, too. For a mask that reads captured tensors they are found for a call, in
+// host keeps them (flashgen/hosts/schedule.py), for later calls, too. For a mask that reads captured tensors they are found for a call, in
 // the workspace. Where there are none, or too few blocks would read them, blocks find what they visit.
 #pragma once
 #include "flashgen/visits.cuh"
