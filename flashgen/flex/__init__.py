@@ -17,10 +17,14 @@ values of captured tensors and params. A Python number that a mod captures is a 
 nothing; where Python itself asks for its value (``if causal:``, ``range(n)``) the answer belongs to the trace.
 """
 
+from functools import partial
+from typing import Any
+
 from torch.nn.attention.flex_attention import create_mask
 
 from flashgen.flex.attention import AuxOutput, AuxRequest, flex_attention, from_mods, to_spec
 from flashgen.flex.masks import BlockMask, and_masks, create_block_mask, create_nested_block_mask, noop_mask, or_masks
+from flashgen.plan.notebook import DRAWINGS
 
 __all__ = [
     "AuxOutput",
@@ -36,3 +40,12 @@ __all__ = [
     "or_masks",
     "to_spec",
 ]
+
+
+def _drawn(how: str, mask: Any) -> Any:
+    from flashgen.flex import drawing
+
+    return getattr(drawing, how)(mask)
+
+
+DRAWINGS.update({"mask": partial(_drawn, "html"), "mask in letters": partial(_drawn, "letters_of")})

@@ -18,6 +18,7 @@ from torch.nn.attention import flex_attention as torch_flex
 
 from flashgen.flex.tracing import Mod
 from flashgen.op.conversion import as_number, int_argument
+from flashgen.plan.notebook import drawn
 
 DEFAULT_BLOCK_SIZE = 128
 # What FlexAttention's masks have because they hold lists of blocks.
@@ -136,14 +137,10 @@ class BlockMask:
         return f"BlockMask(shape={self.shape}, mask_mod={getattr(self.mask_mod, '__name__', self.mask_mod)})"
 
     def __str__(self) -> str:
-        from flashgen.flex.drawing import letters_of  # noqa: PLC0415 - pictures take a third of a second to import
-
-        return f"{self!r}\n{letters_of(self)}"
+        return f"{self!r}\n{drawn('mask in letters', self)}"
 
     def _repr_html_(self) -> str:
-        from flashgen.flex.drawing import html  # noqa: PLC0415 - as above
-
-        return html(self)
+        return drawn("mask", self)
 
 
 def _common(name: str, x: int | None, y: int | None) -> int | None:

@@ -106,8 +106,7 @@ def _trace(
     guards: Guards = {}
     names = captured.tensor_names()
     session = Session(device, dispatch, guards, captured.tensor_leaves(), names)
-    score: Mod | None = score_mod
-    mask: Mod | None = mask_mod
+    score, mask = score_mod, mask_mod
     if lift:
         lifting = Lifting(guards, names)
         score, mask = lifting.lifted(score_mod), lifting.lifted(mask_mod)
