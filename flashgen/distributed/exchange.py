@@ -216,16 +216,15 @@ class _SumGradients(torch.autograd.Function):
 def _total(x: Tensor, group: Group) -> Tensor:
     """The sum of ``x`` over ranks, in the order of ranks. Each rank sums one part, and parts are gathered."""
     world = dist.get_world_size(group)
-    wide = x.reshape(-1)
-    part = -(-wide.numel() // world)
+    part = -(-x.numel() // world)
     if part == 0:
         return x
-    parts = torch.nn.functional.pad(wide, (0, world * part - wide.numel())).reshape(world, part)
+    parts = torch.nn.functional.pad(x.reshape(-1), (0, world * part - x.numel())).reshape(world, part)
     taken, whole = torch.empty_like(parts), torch.empty_like(parts)
     with answering(group, "gradients of captured values"):
         dist.all_to_all_single(taken, parts, group=group)
         dist.all_gather(list(whole), reduce(torch.add, taken).contiguous(), group=group)
-    return whole.reshape(-1)[: wide.numel()].reshape(x.shape)
+    return whole.reshape(-1)[: x.numel()].reshape(x.shape)
 
 
 def summed(values: Sequence[Tensor], group: Group) -> tuple[Tensor, ...]:

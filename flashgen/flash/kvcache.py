@@ -99,10 +99,8 @@ def flash_attn_with_kvcache(
     places: dict[str, Any] = {"block_table": block_table, "cache_batch_idx": cache_batch_idx, "leftpad": cache_leftpad}
     if by_name:
         check_names("flash_attn_with_kvcache", by_name, CachedByName)
-        places["block_table"] = block_table = either(
-            {**by_name, "block_table": block_table}, "block_table", "page_table"
-        )
-        places |= {name: by_name.get(name) for name in ("k_descale", "v_descale")}
+        block_table = either({**by_name, "block_table": block_table}, "block_table", "page_table")
+        places |= {"block_table": block_table} | {name: by_name.get(name) for name in ("k_descale", "v_descale")}
     if block_table is not None and cache_batch_idx is not None:
         places |= {"block_table": _rows_of_table(block_table, cache_batch_idx), "cache_batch_idx": None}
     if cache_seqlens is None:

@@ -159,10 +159,6 @@ def _rounded(round_: Callable[[Expr], Expr]) -> Rule:
     return rule
 
 
-def _differ(x: Expr, y: Expr) -> Expr:
-    return node("ne", x, y)
-
-
 def _truncated(x: Expr) -> Expr:
     """A float rounded towards 0."""
     return node("where", node("lt", x, literal(0.0)), node("ceil", x), node("floor", x))
@@ -277,12 +273,12 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         # logic and bits
         "logical_and": _of_conditions(conjunction),
         "logical_or": _of_conditions(disjunction),
-        "logical_xor": _of_conditions(_differ),
+        "logical_xor": _of_conditions(functools.partial(node, "ne")),
         "logical_not": _of_conditions(lambda x: node("not", x)),
         "bitwise_not": _inverted,
         "bitwise_and": _or_bool("bitand", conjunction, wraps=False),
         "bitwise_or": _or_bool("bitor", disjunction, wraps=False),
-        "bitwise_xor": _or_bool("bitxor", _differ, wraps=False),
+        "bitwise_xor": _or_bool("bitxor", functools.partial(node, "ne"), wraps=False),
         "bitwise_left_shift": _same("shl"),
         "bitwise_right_shift": _same("shr", wraps=False),
         "__lshift__": _same("shl"),

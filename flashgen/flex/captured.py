@@ -260,10 +260,6 @@ class CapturedValues:
         self.cacheable &= kind is not FunctionType or _read_code(value.__code__).is_known
         return (parts.fixed, *map(self.signature, parts.values, parts.names))
 
-    def tensor_leaves(self) -> dict[int, int]:
-        """The index of every captured tensor, by its identity."""
-        return {id(leaf): number for number, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)}
-
     def tensor_names(self) -> dict[int, str]:
         """The names of tensors by identity, and of number n by -1 - n."""
         return {

@@ -105,9 +105,9 @@ def _trace(
 ) -> Trace:
     guards: Guards = {}
     names = captured.tensor_names()
-    session = Session(device, dispatch, guards, captured.tensor_leaves(), names)
-    score: Mod | None = score_mod
-    mask: Mod | None = mask_mod
+    leaves = {id(leaf): number for number, leaf in enumerate(captured.leaves) if isinstance(leaf, Tensor)}
+    session = Session(device, dispatch, guards, leaves, names)
+    score, mask = score_mod, mask_mod
     if lift:
         lifting = Lifting(guards, names)
         score, mask = lifting.lifted(score_mod), lifting.lifted(mask_mod)

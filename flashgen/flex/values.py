@@ -138,9 +138,8 @@ class Session:
         shape = list(map(int, row.left(self.lengths(row.captured))))
         if math.prod(shape) > MOST_TERMS:
             size = " × ".join(map(str, shape))
-            message = (
-                f"a row of {self.called(row.captured)} has {size} entries; a mod computes with at most {MOST_TERMS}"
-            )
+            what = self.called(row.captured)
+            message = f"a row of {what} has {size} entries; a mod computes with at most {MOST_TERMS}"
             refuse("E603", message, hint="compute with it outside of the mod, and index the result")
         found = []
         for each in np.ndindex(*shape):
