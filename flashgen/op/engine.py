@@ -15,16 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, contiguous_format, empty_like, empty_strided
 
-from flashgen.hosts.kernel import (
-    ADDED,
-    Kernel,
-    KernelProvider,
-    Node,
-    NoSuchPassError,
-    Prepared,
-    Stored,
-    Values,
-)
+from flashgen.hosts.kernel import ADDED, Kernel, KernelProvider, Node, NoSuchPassError, Prepared, Stored, Values
 from flashgen.ir.spec import AttentionSpec
 from flashgen.kinds.cached import CACHED
 from flashgen.kinds.dense import DENSE

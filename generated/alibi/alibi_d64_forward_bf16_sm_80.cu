@@ -262,7 +262,7 @@ FG_DEVICE fg::ranges::Bool keep_range(const Arguments& a, const Launch& u, const
   return {may_drop, may_keep};
 }
 
-// The same for queries i … and keys j … of the call, by their local positions.
+// What the mask can be for queries i … and keys j … of the call, by their local positions.
 // What the mask reads is looked at for up to `rows` and `columns` of them.
 template <int rows, int columns>
 FG_DEVICE fg::ranges::Bool keep_range(

@@ -22,16 +22,7 @@ from flashgen.targets.gpu import rules
 from flashgen.targets.gpu.diagonals import diagonal_numbers, has_runs, with_diagonals
 from flashgen.targets.gpu.lengths import has_growing_rows
 from flashgen.targets.gpu.prefetch import is_shared, prefetched
-from flashgen.targets.gpu.score import (
-    Bounded,
-    Distance,
-    Extremes,
-    Score,
-    Weighing,
-    extremes_of,
-    score_of,
-    weighing_of,
-)
+from flashgen.targets.gpu.score import Bounded, Distance, Extremes, Score, Weighing, extremes_of, score_of, weighing_of
 
 # What masks tell apart where blocks take lists by their lengths: few masks, of heads that follow each other.
 _ORDERED = tuple(map(frozenset, ((), ("b",), ("b", "hkv"))))
