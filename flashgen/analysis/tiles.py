@@ -140,7 +140,7 @@ def by_position(
     """The mask and its tensors. Loads of tensors that are not given stay as they are."""
     found = dict(tensors)
     while True:
-        wanted = next((each for loads in observed_loads(keep) for each in loads if _is_box(each, found)), None)
+        wanted = next((each for loads in observed_loads(keep) for each in loads if _is_scattered(each, found)), None)
         if wanted is None:
             return keep, found
         (position,) = index_set(wanted) & set(_POSITION)
@@ -151,12 +151,21 @@ def by_position(
         keep = substitute(keep, {wanted: Load(wanted.type, tensor=name, indices=places)})
 
 
-def _is_box(load: Load, tensors: Mapping[str, Any]) -> bool:
-    """Whether several indices vary along the position, and no load inside of an index is such an element."""
+def _is_scattered(load: Load, tensors: Mapping[str, Any]) -> bool:
+    """Whether neighbouring positions read no neighbouring elements, and no load inside of an index is such a one."""
     inside = [each for each in walk(*load.indices) if isinstance(each, Load)]
-    if any(each.tensor not in tensors for each in (load, *inside)) or any(_is_box(each, tensors) for each in inside):
+    is_known = all(each.tensor in tensors for each in (load, *inside))
+    if not is_known or any(_is_scattered(each, tensors) for each in inside):
         return False
-    return sum(bool(index_set(each) & set(_POSITION)) for each in load.indices) > 1
+    varying = [each for each in load.indices if index_set(each) & set(_POSITION)]
+    return len(varying) > 1 or not all(map(_is_run, varying))
+
+
+def _is_run(place: Expr) -> bool:
+    """Whether an index is a position, moved or divided by a constant: then it has every value of its range."""
+    while isinstance(place, Apply) and place.op in ("add", "sub", "floordiv") and isinstance(place.args[1], Literal):
+        place = place.args[0]
+    return isinstance(place, Symbol)
 
 
 def _values(

@@ -192,10 +192,6 @@ def _sign_of(x: float) -> float:
     return type(x)((x > 0) - (x < 0))
 
 
-def _clamped(x: float, low: float, high: float) -> float:
-    return min(max(x, low), high)
-
-
 _ADDED = folding(operator.add, overflows=True)
 _SUBTRACTED = folding(operator.sub, overflows=True)
 _MULTIPLIED = folding(operator.mul, overflows=True)
@@ -280,7 +276,7 @@ ROWS = (
     row("max", "max", numeric, _MAX, interval.max_, _BINARY, folding(max), derivative=_D_MAX, most=None, kink=_apart),
     row(
         *("clamp", "clamp", numeric, asked("clamp"), lambda x, lo, hi: interval.min_(interval.max_(x, lo), hi)),
-        *(_BETWEEN, folding(_clamped)),
+        *(_BETWEEN, folding(lambda x, low, high: min(max(x, low), high))),
         derivative=_D_CLAMP,
         kink=lambda x, lo, hi: min(abs(x - lo), abs(x - hi), abs(hi - lo)),
     ),

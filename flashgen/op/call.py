@@ -410,7 +410,7 @@ class KindCall:
     def problems(self, spec: AttentionSpec) -> Iterator[OneProblem]:
         """The problems whose results are not zero: one, or one for each sequence."""
         if not tiled.gives_nothing(spec, self.call.shard):
-            yield 0, self.call.shard, self.tensors, _all_of
+            yield 0, self.call.shard, self.tensors, lambda _place, x: x
 
     def widened(self, dtypes: Sequence[torch.dtype]) -> Tensors | None:  # noqa: ARG002 - subclasses read it
         """Tensors in one of these types for a dense call where no kernel takes 8 bits; None for other kinds."""
@@ -421,7 +421,3 @@ class KindCall:
 
     def finish_gradients(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Write the rows of gradients that kernels leave out."""
-
-
-def _all_of(_place: Place, x: Any) -> Any:
-    return x

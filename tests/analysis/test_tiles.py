@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashgen.analysis.bounds import known_symbols
-from flashgen.analysis.tiles import Tile, TileClass, classify, loads_of
+from flashgen.analysis.levels import observed_loads
+from flashgen.analysis.tiles import Tile, TileClass, by_position, classify, loads_of
 from flashgen.ir.build import apply
-from flashgen.ir.expr import Expr, Symbol, SymbolKind, index, literal, size, substitute
+from flashgen.ir.expr import Expr, Load, Symbol, SymbolKind, index, literal, size, substitute
 from flashgen.ir.interval import INT_MAX, INT_MIN, IntRange
 from flashgen.ir.spec import HeadDim, Layout
 from flashgen.ir.text import text
@@ -217,3 +218,20 @@ def test_what_holds_for_a_range_holds_for_its_parts(keep: Expr) -> None:
         }
         if whole is not TileClass.PARTIAL:
             assert parts == {whole}
+
+
+@pytest.mark.parametrize(
+    ("place", "is_run"),
+    [("i", True), ("i - 3", True), ("(i + 2) // 8", True), ("hash(i, 3) % 5", False), ("i % 5", False), ("-i", False)],
+)
+def test_elements_that_rows_do_not_read_are_left_out(place: str, is_run: bool) -> None:
+    """Kernels look at the elements of sixteen rows, which need not be all between the least and the largest index."""
+    tensors = {"t": ("bool", ("Nq",))}
+    (load,) = observed_loads(expr(f"t[{place}]", tensors))[0]
+    marks = np.arange(NQ) % 3 == 0
+    keep, seen = by_position(expr(f"t[{place}]", tensors), {"t": marks}, SIZES, {})
+    assert isinstance(keep, Load)
+    assert (keep == load) == is_run
+    if not is_run:
+        read = evaluate(load, {index("i"): np.arange(NQ)}, tensors={"t": marks})
+        assert (seen[keep.tensor] == read).all()

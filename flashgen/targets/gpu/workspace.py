@@ -78,7 +78,7 @@ def _of_caches(plan: GpuPlan) -> str:
     """What parts of keys leave."""
     rows, o = launches.part_buffers(plan.recipe.variant, plan.own.forward)[::-1]
     assert (rows.name, o.name) == (launches.PART_ROWS, launches.PART_O)
-    behind_o = _aligned_code(o.bytes, _of_sequences)
+    behind_o = _aligned_code(o.bytes, lambda count: count_code(count).replace("a.batch", "a.sequences"))
     return f"""struct Parts {{
   static FG_DEVICE float* o(const Arguments& a) {{ return static_cast<float*>(a.workspace); }}
   static FG_DEVICE float2* rows(const Arguments& a) {{
@@ -106,10 +106,6 @@ def _by_blocks(plan: GpuPlan) -> str:
         lines.append("  }")
         at += f" + {_aligned_code(buffer.bytes, count_code)}"
     return "\n".join((*lines, "};"))
-
-
-def _of_sequences(count: Count | Sum) -> str:
-    return count_code(count).replace("a.batch", "a.sequences")
 
 
 def _pointer_code(function: str, c_type: str, at: str, more: str) -> str:
