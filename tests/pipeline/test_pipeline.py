@@ -114,7 +114,10 @@ def test_an_edited_source_is_compiled_as_it_stands(spec: Path, tmp_path: Path) -
     build_file(spec, output=tmp_path / "generated")
     file = tmp_path / "generated" / "tiny" / "tiny_d16_cpu.cpp"
     file.write_text(file.read_text() + "\n#error edited\n")
-    done = run(tmp_path, "import generated.tiny")
+    code = (
+        "import torch; from generated.tiny import tiny; x = torch.ones(1, 2, 5, 16); tiny(x, x, x, slope=x[0, :, 0, 0])"
+    )
+    done = run(tmp_path, code)
     assert done.returncode != 0
     assert "edited" in done.stderr
 
