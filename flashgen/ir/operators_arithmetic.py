@@ -108,11 +108,6 @@ def _ipow(xp: ArrayNamespace, x: Any, y: Any) -> Any:
     return xp.where(y < 0, unit, result)
 
 
-# ∂|x| = sign x.  The int |-2**31| wraps to -2**31.
-def _abs(xp: ArrayNamespace, x: Any) -> Any:
-    return _wrapped(xp, xp.abs(x))
-
-
 # sign NaN = 0
 def _sign(xp: ArrayNamespace, x: Any) -> Any:
     difference = xp.to_int(x > 0) - xp.to_int(x < 0)
@@ -264,7 +259,7 @@ ROWS = (
         "abs",
         "abs",
         numeric,
-        _abs,
+        lambda xp, x: _wrapped(xp, xp.abs(x)),  # the int |-2**31| wraps to -2**31; ∂|x| = sign x
         _ABS,
         _UNARY,
         folding(abs),

@@ -118,10 +118,6 @@ def _left(x: int, n: int) -> int:
     return x << n
 
 
-def _right(x: int, n: int) -> int:
-    return x >> min(_shift(n), 4 * MOST_BITS)
-
-
 def _shift(n: int) -> int:
     if n < 0:
         raise NoValueError("a shift by a negative number has no value")
@@ -218,7 +214,7 @@ ROWS = (
     _of_bits("bitor", "|", bitwise, operator.or_, _BITOR, _BITS, "|", Strength.BIT_OR),
     _of_bits("bitxor", "^", bitwise, operator.xor, _BITXOR, _BITS, "^", Strength.BIT_XOR),
     _shifted("shl", "<<", _shl, interval.shl, 70, _left, "shift_left"),
-    _shifted("shr", ">>", _shr, interval.shr, 7000, _right, "shift_right"),
+    _shifted("shr", ">>", _shr, interval.shr, 7000, lambda x, n: x >> min(_shift(n), 4 * MOST_BITS), "shift_right"),
     row(
         "where",
         "where",

@@ -154,10 +154,6 @@ def check_captured(declared: CapturedTensor, tensor: Tensor, sizes: Mapping[str,
 Types = Sequence[torch.dtype]
 
 
-def _all(_spec: AttentionSpec, _dtypes: Types, *tensors: Tensor) -> Sequence[Tensor]:
-    return tensors
-
-
 def _of_8_bits(spec: AttentionSpec, dtypes: Types, *tensors: Tensor) -> Sequence[Tensor]:
     given = {name: x.dtype for name, x in zip("qkv", tensors, strict=True)}
     odd = next((name for name, dtype in given.items() if dtype is not F8), None)
@@ -187,10 +183,6 @@ def _check_takes_f8(spec: AttentionSpec, dtypes: Types, what: str) -> None:
         raise TypeError(f"{what} are {F8}; '{spec.name}' is built for {known}: name f8e4m3 in its dtype statement, too")
 
 
-def _nothing(_shard: Shard, _q: Tensor, _k: Tensor, _numbers: Sequence[Any]) -> Mapping[str, float]:
-    return {}
-
-
 def _rows_of_all(shard: Shard, q: Tensor, k: Tensor, _numbers: Sequence[Any]) -> Mapping[str, float]:
     """Kernels of ragged batches get the rows of all sequences as the length."""
     return {"q_len": q.shape[0], "kv_len": k.shape[0], "q_most": shard.q_len, "kv_most": shard.kv_len}
@@ -213,8 +205,8 @@ class Checks:
     """
 
     shapes: Callable[[AttentionSpec, Tensor, Tensor, Tensor, Sequence[Tensor], Any], Sizes] = check_shapes
-    of_one_type: Callable[[AttentionSpec, Types, Tensor, Tensor, Tensor], Sequence[Tensor]] = _all
-    fixed: Callable[[Shard, Tensor, Tensor, Sequence[Any]], Mapping[str, float]] = _nothing
+    of_one_type: Callable[[AttentionSpec, Types, Tensor, Tensor, Tensor], Sequence[Tensor]] = lambda *given: given[2:]
+    fixed: Callable[[Shard, Tensor, Tensor, Sequence[Any]], Mapping[str, float]] = lambda *_given: {}
     keys_and_values: tuple[str, str] = ("k", "v")
 
 

@@ -417,7 +417,7 @@ template <> struct QueryPlan<fg::bfloat_t> {
 };
 // ---- Shared memory --------------------------------------------------------------------------------------------------
 
-// The same for dK and dV.
+// Where blocks of dK and dV have what.
 template <class T, bool atomic> struct BackwardMemory;
 template <> struct BackwardMemory<fg::bfloat_t, true> {
   static constexpr int K = 0, K_bytes = 16384;  // K

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TypeAlias
 
-from flashgen.analysis.variant import Variant
 from flashgen.ir.types import ElementType
 from flashgen.targets.gpu.launches import LEAST_PART, MOST_PARTS, MOST_UNITS, PART_OVERHEAD, shares_last
 from flashgen.targets.gpu.layouts import backward_layout, forward_layout, query_layout
@@ -55,12 +54,13 @@ def forward_code(plan: GpuPlan) -> PassCode:
     more |= {"maxima_by_sums": int(tiles.maxima_by_sums(recipe))}
     more |= {"measurers": MEASURERS if variant.uses_sqdist and tiles.producers else 0}
     layouts = {C_TYPES[element]: forward_layout(recipe, element, tiles)}
+    header = tiles.header if variant.tangent is None else tiles.header_of_tangents
     return {
         "tiles": tiles,
         "constants": _constants("ForwardPlan", "The plan of the forward pass.", tiles, _OF_FORWARD, more),
         "memory": printed("ForwardMemory", "Where blocks of the forward pass have what, in bytes.", "class T", layouts),
         "parts": _forward_parts(recipe, tiles),  # headers and names of what a spec asks for
-        "header": _forward_header(variant, tiles),
+        "header": "caches" if variant.kind.cached else header,
     }
 
 
@@ -79,12 +79,6 @@ def _forward_parts(recipe: Recipe, tiles: Forward) -> tuple[tuple[str, str], ...
         ("tangents", "MovingExponentials", tangent and exponential),
     )
     return tuple((header, name) for header, name, is_there in chain if is_there)
-
-
-def _forward_header(variant: Variant, tiles: Forward) -> str:
-    if variant.kind.cached:
-        return "caches"
-    return tiles.header if variant.tangent is None else tiles.header_of_tangents
 
 
 def backward_code(plan: GpuPlan) -> PassCode:
@@ -107,7 +101,7 @@ def backward_code(plan: GpuPlan) -> PassCode:
     return {
         "tiles": tiles,
         "constants": _constants("BackwardPlan", "The plan of dK and dV.", tiles, names, more),
-        "memory": printed("BackwardMemory", "The same for dK and dV.", "class T, bool atomic", layouts),
+        "memory": printed("BackwardMemory", "Where blocks of dK and dV have what.", "class T, bool atomic", layouts),
         "row_words": row_words(recipe).places("RowWords"),  # what each query carries
         # Blocks that add up dQ take one key tile after another.
         "persistent": recipe.one_pass and tiles.persistent,
