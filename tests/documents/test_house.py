@@ -17,7 +17,7 @@ import pytest
 from tests.conftest import ROOT
 
 BUDGET = {
-    "lines of the package": 54_990,
+    "lines of the package": 54_986,
     "lines of templates": 24_685,
     "Jinja statements": 281,
     "lines of generated packages": 3_136,

@@ -7,6 +7,7 @@ from math import gcd
 import numpy as np
 import pytest
 
+from flashgen.hosts.emulator.program import compile_program
 from flashgen.hosts.emulator.report import Report, SharedRequests, Traffic
 from tests.emulator.helpers import Outcome, kernel, launch
 
@@ -119,10 +120,12 @@ def test_asynchronous_copies_write_in_quarters(stride: int, each: int) -> None:
     assert counted("copies", stride) == (1, 4 * each, 4)
 
 
-def test_requests_of_a_line_add_up_over_its_callers() -> None:
-    shared = launch(BANKS, {"stride": 32}, name="two_callers", shared_bytes=4096).report.shared
-    (one,) = (each for each in shared if "INNER" in line_of(BANKS, each))
-    assert one.conflicts == 31
+def test_conflicts_tell_who_called() -> None:
+    report = launch(BANKS, {"stride": 32}, name="two_callers", shared_bytes=4096).report
+    ((trace, wavefronts),) = compile_program(BANKS, name="test").conflicts(report, report)
+    lines = BANKS.splitlines()
+    assert wavefronts == 2 * 31
+    assert ["INNER" in lines[trace[0] - 1], "OUTER" in lines[trace[1] - 1]] == [True, True]
 
 
 def test_each_time_a_line_is_passed_is_a_request() -> None:

@@ -15,11 +15,12 @@ import mmap
 import re
 import shutil
 import subprocess
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flashgen.hosts.emulator.report import EmulatorError, FaultKind, Report, SharedRequests, Traffic, by_line, placed
+from flashgen.hosts.emulator.report import EmulatorError, FaultKind, Report, SharedRequests, Traffic, placed
 from flashgen.store.cache import Cache
 from flashgen.store.gallery import shipped
 from flashgen.store.headers import Text, headers_of, in_one
@@ -226,7 +227,7 @@ class Program:
                 message,
                 failure.line,
                 failure.other_line,
-                lines_of(Path(self._library._name), frames, f"{self.name}.cu"),
+                self._lines_of(frames),
                 self.source,
             )
         return Report(
@@ -234,10 +235,22 @@ class Program:
                 name: Traffic(moved.loaded, moved.stored, moved.added)
                 for name, moved in zip(allocations, traffic, strict=True)
             },
-            by_line(
-                SharedRequests(each.line, each.requests, each.wavefronts, each.least) for each in shared[: used.value]
+            tuple(
+                SharedRequests(each.line, each.place, each.requests, each.wavefronts, each.least)
+                for each in shared[: used.value]
             ),
         )
+
+    def conflicts(self, *reports: Report) -> Sequence[tuple[tuple[int, ...], int]]:
+        """Wavefronts that bank conflicts cost by chains of callers, the innermost line first; the most lost first."""
+        found = Counter[tuple[int, ...]]()
+        for each in Report.total(reports).places:
+            if each.conflicts:
+                found[self._lines_of([each.place]) or (each.line,)] += each.conflicts
+        return found.most_common()
+
+    def _lines_of(self, addresses: Sequence[int]) -> tuple[int, ...]:
+        return lines_of(Path(self._library._name), addresses, f"{self.name}.cu")
 
 
 def compile_program(

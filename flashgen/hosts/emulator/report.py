@@ -80,9 +80,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class SharedRequests:
-    """Requests to shared memory from one line. Without conflicts they take the ``least`` wavefronts."""
+    """Requests to shared memory from one place of the code. Without conflicts they take the ``least`` wavefronts."""
 
     line: int
+    place: int
     requests: int
     wavefronts: int
     least: int
@@ -95,15 +96,20 @@ class SharedRequests:
 
 @dataclass(frozen=True)
 class Report:
-    """Counts of one launch: global memory by allocation, shared memory by line."""
+    """Counts of one launch: global memory by allocation, shared memory by place in the compiled code."""
 
     traffic: Mapping[str, Traffic] = field(default_factory=dict)
-    shared: tuple[SharedRequests, ...] = ()
+    places: tuple[SharedRequests, ...] = ()
 
     @property
     def hbm_bytes(self) -> int:
         """All bytes of global memory."""
         return sum(traffic.total for traffic in self.traffic.values())
+
+    @property
+    def shared(self) -> tuple[SharedRequests, ...]:
+        """Requests to shared memory by line, with no place."""
+        return _sums((each.line, 0, each) for each in self.places)
 
     @classmethod
     def total(cls, reports: Iterable[Report]) -> Report:
@@ -113,16 +119,16 @@ class Report:
         for report in all_of_them:
             for name, moved in report.traffic.items():
                 traffic[name] = traffic.get(name, Traffic()) + moved
-        return cls(traffic, by_line(each for report in all_of_them for each in report.shared))
+        return cls(traffic, _sums((each.line, each.place, each) for report in all_of_them for each in report.places))
 
 
-def by_line(requests: Iterable[SharedRequests]) -> tuple[SharedRequests, ...]:
-    """Sums over equal lines, in their order."""
-    found: dict[int, tuple[int, int, int]] = {}
-    for each in requests:
-        a, b, c = found.get(each.line, (0, 0, 0))
-        found[each.line] = (a + each.requests, b + each.wavefronts, c + each.least)
-    return tuple(SharedRequests(line, *found[line]) for line in sorted(found))
+def _sums(requests: Iterable[tuple[int, int, SharedRequests]]) -> tuple[SharedRequests, ...]:
+    """Sums over equal lines and places, in their order."""
+    found: dict[tuple[int, int], tuple[int, int, int]] = {}
+    for line, place, each in requests:
+        a, b, c = found.get((line, place), (0, 0, 0))
+        found[line, place] = (a + each.requests, b + each.wavefronts, c + each.least)
+    return tuple(SharedRequests(*key, *found[key]) for key in sorted(found))
 
 
 def _shown(lines: list[str], number: int) -> str:
